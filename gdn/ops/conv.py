@@ -1,0 +1,65 @@
+"""The short causal depthwise convolution of a Gated DeltaNet layer: sequence and tree forms.
+
+Tap W-1 multiplies the current token, tap 0 the one W-1 tokens before it. What lies before the first
+token is the committed window: the last W-1 inputs, oldest first, zeros at the start of a text.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from gdn.ops.tree import Tree
+
+
+def short_conv(
+    x: Float[Array, "B T E"],
+    weight: Float[Array, "E W"],
+    window: Float[Array, "B W-1 E"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T E"]:
+    """Convolve a sequence; a tap that would reach into another document contributes zero."""
+    length, width = x.shape[1], weight.shape[1]
+    extended = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+    if segment_ids is not None:
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (width - 1, 0)), mode="edge")
+    out = x * weight[:, -1].astype(x.dtype)
+    for tap in range(width - 1):
+        term = extended[:, tap : tap + length] * weight[:, tap].astype(x.dtype)
+        if segment_ids is not None:
+            same = segment_ids[:, tap : tap + length] == segment_ids[:, width - 1 :]
+            term = jnp.where(same[..., None], term, 0.0)
+        out = out + term
+    return out
+
+
+def short_conv_tree(
+    x: Float[Array, "B M E"],
+    weight: Float[Array, "E W"],
+    window: Float[Array, "B W-1 E"],
+    tree: Tree,
+) -> Float[Array, "B M E"]:
+    """Convolve each node with its own W-1 nearest ancestors, then with the committed window."""
+    batch, width = x.shape[0], weight.shape[1]
+    extended = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+    rows = jnp.arange(batch)[:, None]
+    out = x * weight[:, -1].astype(x.dtype)
+    for distance in range(1, width):
+        above = extended[rows, _ancestor_index(tree, distance, width)]
+        out = out + above * weight[:, -1 - distance].astype(x.dtype)
+    return out
+
+
+def _ancestor_index(tree: Tree, distance: int, width: int) -> Int[Array, "B M"]:
+    """Find where in [window, nodes] the ancestor that many steps above each node lies."""
+    target = tree.depth - distance
+    at_depth = tree.ancestors & (tree.depth[:, None, :] == target[..., None])
+    node = jnp.argmax(at_depth, axis=-1)
+    return jnp.where(target >= 0, node + width - 1, target + width - 1)
+
+
+def advance_window(
+    window: Float[Array, "B W-1 E"], x: Float[Array, "B T E"], count: Int[Array, " B"]
+) -> Float[Array, "B W-1 E"]:
+    """Take the last W-1 inputs of [window, the first `count` rows of x]; count 0 changes nothing."""
+    extended = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
+    index = count[:, None] + jnp.arange(window.shape[1])
+    return jnp.take_along_axis(extended, index[..., None], axis=1)

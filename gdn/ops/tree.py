@@ -1,0 +1,134 @@
+"""The gated delta rule over a tree of candidate tokens, in closed form, with no state per node.
+
+For node i with G_i the sum of log decays along its path (root to i), and D_ij = exp(G_i - G_j) where j
+is i or an ancestor of i, else 0 (the chunk form of `chunked.py` with the ancestor mask for the causal one):
+
+    A_ij = beta_i (k_i . k_j) D_ij, strict ancestors     (I + A) U = beta (V - exp(G) K S)
+    O = exp(G) Q S + (Q K^T * D) U
+
+U_i depends on ancestors only, so whichever leaf wins, the state after it is a sum over its path:
+S' = exp(G_leaf) S + sum_j exp(G_leaf - G_j) k_j u_j^T. Nothing is solved again, nothing was copied.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Tree(NamedTuple):
+    """Candidate tokens hung on the last committed one. Node order is free.
+
+    A padded node has only itself for an ancestor and is nobody's ancestor; it changes nothing else.
+    """
+
+    ancestors: Bool[Array, "B M M"]  # [b, i, j]: j is i itself or an ancestor of i
+    depth: Int[Array, "B M"]  # 0 for a root: its position is the number of committed tokens
+
+
+def tree_from_parents(parents: Int[Array, "B M"]) -> Tree:
+    """Build the masks from parent indices, `parents[i] < i`; -1 marks a root or a padded node."""
+    batch, nodes = parents.shape
+    self_mask = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (batch, nodes, nodes))
+
+    def add_node(i, ancestors):
+        parent = parents[:, i]
+        above = ancestors[jnp.arange(batch), parent] & (parent >= 0)[:, None]
+        return ancestors.at[:, i].set(ancestors[:, i] | above)
+
+    ancestors = jax.lax.fori_loop(0, nodes, add_node, self_mask)
+    return Tree(ancestors, ancestors.sum(-1, dtype=jnp.int32) - 1)
+
+
+def chain_tree(batch: int, nodes: int) -> Tree:
+    """Build the tree without branches: node i follows node i - 1; one node is plain decoding."""
+    ancestors = jnp.broadcast_to(jnp.tril(jnp.ones((nodes, nodes), bool)), (batch, nodes, nodes))
+    return Tree(ancestors, jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (batch, nodes)))
+
+
+def tree_delta_rule(
+    q: Float[Array, "B M HK DK"],
+    k: Float[Array, "B M HK DK"],
+    v: Float[Array, "B M HV DV"],
+    g: Float[Array, "B M HV"],
+    beta: Float[Array, "B M HV"],
+    state: Float[Array, "B HV DK DV"],
+    tree: Tree,
+) -> tuple[Float[Array, "B M HV DV"], Float[Array, "B M HV DV"], Float[Array, "B M HV"]]:
+    """Read every node of a tree from one committed state, float32 throughout.
+
+    Returns:
+      The read of each node; its write u; its path's log decay G. `commit_state` needs k, u and G.
+    """
+    batch, nodes, key_heads, key_dim = k.shape
+    groups = v.shape[2] // key_heads
+    q, k, v, g, beta, state = (x.astype(jnp.float32) for x in (q, k, v, g, beta, state))
+
+    def head_major(x):  # [B, M, HV, ...] -> [B, HK, R, M, ...]
+        x = x.reshape(batch, nodes, key_heads, groups, *x.shape[3:])
+        return jnp.moveaxis(x, 1, 3)
+
+    q, k = jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2)
+    path_decay = jnp.einsum("bij,bjh->bih", tree.ancestors.astype(g.dtype), g, precision=_HIGHEST)
+    G, beta, v = head_major(path_decay), head_major(beta)[..., None], head_major(v)
+
+    S = state.reshape(batch, key_heads, groups, key_dim, -1)
+    keys_queries = jnp.concatenate([k, q], axis=2)
+    reads = jnp.einsum("bhik,bhrkv->bhriv", keys_queries, S, precision=_HIGHEST)
+    scale = jnp.exp(G)[..., None]
+    u = beta * (v - scale * reads[..., :nodes, :])
+    products = jnp.einsum("bhik,bhjk->bhij", keys_queries, k, precision=_HIGHEST)[:, :, None]
+    ancestors = tree.ancestors[:, None, None]
+    decay = jnp.exp(jnp.where(ancestors, G[..., :, None] - G[..., None, :], -jnp.inf))
+    if nodes > 1:
+        strict = ancestors & ~jnp.eye(nodes, dtype=bool)
+        A = jnp.where(strict, beta * products[..., :nodes, :] * decay, 0.0)
+        u = _solve_levels(A, u, jnp.max(jnp.sum(tree.ancestors, -1)) - 1)
+    mixed = jnp.einsum("bhrij,bhrjv->bhriv", products[..., nodes:, :] * decay, u, precision=_HIGHEST)
+    out = scale * reads[..., nodes:, :] + mixed
+
+    def node_major(x):
+        return jnp.moveaxis(x, 3, 1).reshape(batch, nodes, key_heads * groups, -1)
+
+    return node_major(out), node_major(u), path_decay
+
+
+def _solve_levels(A, right, levels):
+    """Solve (I + A) U = right by level iteration: after t rounds, nodes of depth <= t are final.
+
+    As accurate as substitution and free of any node order; doubling (powers of A) breaks in float32
+    on correlated keys. `levels` is a traced count: a shallow tree pays for its own depth only.
+    """
+
+    def round_(_, u):
+        return right - jnp.einsum("bhrij,bhrjv->bhriv", A, u, precision=_HIGHEST)
+
+    return jax.lax.fori_loop(0, levels, round_, right)
+
+
+def commit_state(
+    state: Float[Array, "B HV DK DV"],
+    k: Float[Array, "B M HK DK"],
+    u: Float[Array, "B M HV DV"],
+    path_decay: Float[Array, "B M HV"],
+    path: Int[Array, "B P"],
+) -> Float[Array, "B HV DK DV"]:
+    """Advance the state along an accepted path: one update of rank m, m the accepted nodes.
+
+    Args:
+      path: node indices from a root downwards, padded at the end with -1. A row of -1 returns its
+        state bit for bit; values at nodes off the path are never read into the result.
+    """
+    batch, _, value_heads, _ = u.shape
+    accepted = path >= 0
+    rows, index = jnp.arange(batch)[:, None], jnp.maximum(path, 0)
+    k, u, G = (jnp.where(accepted.reshape(*path.shape, *(1,) * (x.ndim - 2)), x[rows, index], 0.0)
+               for x in (k, u, path_decay))  # fmt: skip
+    last = jnp.take_along_axis(G, jnp.maximum(accepted.sum(1) - 1, 0)[:, None, None], axis=1)
+    u = u * jnp.exp(last - G)[..., None]
+    u = u.reshape(batch, path.shape[1], k.shape[2], value_heads // k.shape[2], -1)
+    written = jnp.einsum("bphk,bphrv->bhrkv", k, u, precision=_HIGHEST).reshape(state.shape)
+    return jnp.exp(last[:, 0])[..., None, None] * state + written
