@@ -1,7 +1,7 @@
 """Grouped-query attention, gated (Qwen3-Next, Qwen3.5) or plain (llama, qwen3), over a KV cache.
 
-The mixer of the `full_attention` layers: projections, q/k norm, partial RoPE, output gate. The softmax
-itself is in `gdn.ops.attention`.
+The mixer of the `full_attention` layers: projections, q/k norm, partial RoPE, output gate. The
+softmax itself is in `gdn.ops.attention`.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from gdn.cache import KVCache, KVUpdate, write_rows
 from gdn.config import TargetConfig
-from gdn.context import SequenceContext, TreeContext
+from gdn.context import Context, PackedContext, TreeContext
 from gdn.layers import RMSNorm, apply_rope, linear, normal_init
 from gdn.ops.attention import attention, masked_attention, merge_attention
 
@@ -21,7 +21,10 @@ class Attention(nnx.Module):
 
     def __init__(self, cfg: TargetConfig, dtype, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        queries, keys = (
+            cfg.num_attention_heads * cfg.head_dim,
+            cfg.num_key_value_heads * cfg.head_dim,
+        )
         gated = 2 if cfg.attn_output_gate else 1
         std = cfg.initializer_range
         self.q_proj = normal_init(rngs, (gated * queries, cfg.hidden_size), std, dtype)
@@ -35,25 +38,28 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        context: SequenceContext | TreeContext,
+        context: Context,
         entry: KVCache | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | KVUpdate | None]:
         """Mix over time; returns the new cache entry, or the candidates' update for a tree."""
         q, gate, k, v = self._project(x, context)
-        if isinstance(context, TreeContext):
-            out, result = self._attend_tree(q, k, v, context, entry), KVUpdate(k, v)
-        elif entry is None:
+        if isinstance(context, PackedContext):
             last = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
             out, _ = attention(q, k, v, last, context.segment_ids, context.segment_ids)
             result = None
+        elif isinstance(context, TreeContext):
+            assert entry is not None
+            last = jnp.broadcast_to(context.start[:, None] - 1, x.shape[:2])
+            committed = attention(q, entry.k, entry.v, last)
+            candidates = masked_attention(q, k, v, context.tree.ancestors)
+            out, result = merge_attention(committed, candidates), KVUpdate(k, v)
         else:
+            assert entry is not None
             start, count = context.start, context.lengths
-            result = KVCache(
-                write_rows(entry.k, k, start, count), write_rows(entry.v, v, start, count)
-            )
+            k, v = write_rows(entry.k, k, start, count), write_rows(entry.v, v, start, count)
             # Padded queries look no further than the last real token.
             last = jnp.minimum(jnp.arange(x.shape[1]), count[:, None] - 1) + start[:, None]
-            out, _ = attention(q, *result, last)
+            (out, _), result = attention(q, k, v, last), KVCache(k, v)
         out = out.astype(x.dtype).reshape(*x.shape[:2], -1)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
@@ -72,9 +78,4 @@ class Attention(nnx.Module):
         if cfg.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (apply_rope(y, context.cos, context.sin) for y in (q, k))
-        return q, gate, k, v
-
-    def _attend_tree(self, q, k, v, context: TreeContext, entry: KVCache):
-        last = jnp.broadcast_to(context.start[:, None] - 1, q.shape[:2])
-        committed = attention(q, entry.k, entry.v, last)
-        return merge_attention(committed, masked_attention(q, k, v, context.tree.ancestors))
+        return q, gate, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)

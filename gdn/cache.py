@@ -1,8 +1,9 @@
-"""What a sequence leaves behind, one typed entry per layer, and how an accepted path is added to it.
+"""What a sequence leaves behind, one typed entry per layer, and how an accepted path is added to
+it.
 
 Attention layers keep keys and values per token (`KVCache`), Gated DeltaNet layers a state of fixed
-size (`RecurrentState`). Caches are immutable pytrees: they go in, new ones come out. Rows of a batch
-have their own lengths. Slots at or beyond a row's length are never read.
+size (`RecurrentState`). Caches are immutable pytrees: they go in, new ones come out. Rows of a
+batch have their own lengths. Slots at or beyond a row's length are never read.
 """
 
 from typing import NamedTuple
@@ -17,10 +18,10 @@ from gdn.ops.tree import commit_state
 
 
 class KVCache(NamedTuple):
-    """Keys (after RoPE) and values of one attention layer, time before heads."""
+    """Keys (after RoPE) and values of one attention layer, heads before time."""
 
-    k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K H"]
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
 
 
 class RecurrentState(NamedTuple):
@@ -40,8 +41,8 @@ class Cache(NamedTuple):
 class KVUpdate(NamedTuple):
     """Keys and values of M candidate nodes."""
 
-    k: Float[Array, "B M K H"]
-    v: Float[Array, "B M K H"]
+    k: Float[Array, "B K M H"]
+    v: Float[Array, "B K M H"]
 
 
 class RecurrentUpdate(NamedTuple):
@@ -60,12 +61,13 @@ def init_cache(cfg: TargetConfig, batch: int, capacity: int, dtype=jnp.float32) 
     """Make an empty cache.
 
     Args:
-      capacity: tokens each row can hold; writes beyond it are dropped, so check lengths on the host.
+      capacity: tokens each row can hold; writes beyond it are dropped, so check lengths on the
+      host.
       dtype: of keys, values and convolution inputs; recurrent states are always float32.
     """
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs batch >= 1 and capacity >= 1, got {batch} and {capacity}")
-    kv = (batch, capacity, cfg.num_key_value_heads, cfg.head_dim)
+    kv = (batch, cfg.num_key_value_heads, capacity, cfg.head_dim)
     state = (batch, cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
     window = (batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels)
     layers = tuple(
@@ -78,15 +80,17 @@ def init_cache(cfg: TargetConfig, batch: int, capacity: int, dtype=jnp.float32) 
 
 
 def grow_cache(cache: Cache, capacity: int) -> Cache:
-    """Copy the cache into one that holds `capacity` tokens a row; recurrent entries do not change."""
+    """Copy the cache into one that holds `capacity` tokens a row; recurrent entries stay."""
 
     def grow(entry):
         if isinstance(entry, RecurrentState):
             return entry
-        extra = capacity - entry.k.shape[1]
+        extra = capacity - entry.k.shape[2]
         if extra < 0:
-            raise ValueError(f"the cache already holds {entry.k.shape[1]} tokens, more than {capacity}")
-        return KVCache(*(jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))) for x in entry))
+            raise ValueError(
+                f"the cache already holds {entry.k.shape[2]} tokens, more than {capacity}"
+            )
+        return KVCache(*(jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))) for x in entry))
 
     return cache._replace(layers=tuple(grow(entry) for entry in cache.layers))
 
@@ -99,43 +103,59 @@ def commit(cache: Cache, updates: Updates, path: Int[Array, "B P"]) -> Cache:
         accepted, or a finished request) keeps its cache bit for bit.
     """
     count = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
-    layers = tuple(
-        _commit_kv(entry, update, path, cache.lengths)
-        if isinstance(entry, KVCache)
-        else _commit_recurrent(entry, update, path, count)
-        for entry, update in zip(cache.layers, updates, strict=True)
-    )
+
+    def advance(entry, update):
+        if isinstance(entry, KVCache):
+            return _commit_kv(entry, update, path, cache.lengths, count)
+        return _commit_recurrent(entry, update, path, count)
+
+    layers = tuple(map(advance, cache.layers, updates))
     return Cache(layers, cache.lengths + count)
 
 
 def write_rows(
-    buffer: Float[Array, "B S K H"],
-    rows: Float[Array, "B T K H"],
+    buffer: Float[Array, "B K S H"],
+    rows: Float[Array, "B K T H"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-) -> Float[Array, "B S K H"]:
-    """Write the first `count` rows of each batch row to consecutive slots from `start` on."""
-    step = jnp.arange(rows.shape[1])
-    slots = jnp.where(step < count[:, None], start[:, None] + step, buffer.shape[1])
-    batch = jnp.arange(rows.shape[0])[:, None]
-    # Dropped, not clamped: a clamped slice near the end of the buffer would overwrite older tokens.
-    return buffer.at[batch, slots].set(rows.astype(buffer.dtype), mode="drop")
+) -> Float[Array, "B K S H"]:
+    """Write the first `count` rows of each batch row to slots from `start` on; drop what is beyond
+    S.
+
+    One slice a batch row, read, blended and written back: unlike a scatter this stays in place.
+    """
+    size = min(rows.shape[2], buffer.shape[2])
+
+    def write(b, buffer):
+        # A slice that would reach past the end is moved back, so its rows move forward inside it.
+        first = jnp.clip(start[b], 0, buffer.shape[2] - size)
+        source = jnp.arange(size) - (start[b] - first)
+        real = ((source >= 0) & (source < count[b]))[:, None]
+        index = (b, 0, first, 0)
+        shape = (1, buffer.shape[1], size, buffer.shape[3])
+        old = jax.lax.dynamic_slice(buffer, index, shape)
+        new = jnp.take(rows[b], jnp.clip(source, 0, rows.shape[2] - 1), axis=1)[None]
+        new = jnp.where(real, new.astype(buffer.dtype), old)
+        return jax.lax.dynamic_update_slice(buffer, new, index)
+
+    if buffer.shape[0] == 1:
+        return write(0, buffer)
+    return jax.lax.fori_loop(0, buffer.shape[0], write, buffer)
 
 
-def _take_nodes(x: jax.Array, path: Int[Array, "B P"]) -> jax.Array:
-    return x[jnp.arange(path.shape[0])[:, None], jnp.maximum(path, 0)]
+def _take_nodes(x: jax.Array, path: Int[Array, "B P"], axis: int = 1) -> jax.Array:
+    shape = [1] * x.ndim
+    shape[0], shape[axis] = path.shape
+    return jnp.take_along_axis(x, jnp.maximum(path, 0).reshape(shape), axis=axis)
 
 
-def _commit_kv(entry: KVCache, update: KVUpdate, path, lengths) -> KVCache:
-    count = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
-    return KVCache(
-        *(
-            write_rows(old, _take_nodes(new, path), lengths, count)
-            for old, new in zip(entry, update, strict=True)
-        )
-    )
+def _commit_kv(entry: KVCache, update: KVUpdate, path, lengths, count) -> KVCache:
+    k, v = (_take_nodes(x, path, axis=2) for x in update)
+    return KVCache(write_rows(entry.k, k, lengths, count), write_rows(entry.v, v, lengths, count))
 
 
-def _commit_recurrent(entry: RecurrentState, update: RecurrentUpdate, path, count) -> RecurrentState:
+def _commit_recurrent(
+    entry: RecurrentState, update: RecurrentUpdate, path, count
+) -> RecurrentState:
     state = commit_state(entry.state, update.k, update.u, update.path_decay, path)
     return RecurrentState(state, advance_window(entry.conv, _take_nodes(update.conv, path), count))

@@ -1,6 +1,7 @@
 """What a layer needs to know about the tokens it is given, computed once per forward.
 
-There are two ways to run a layer: over a sequence (training, prefill) and over a tree of candidates.
+There are three ways to run a layer: over packed documents without a cache (training), over prompts
+that continue a cache (prefill), and over a tree of candidates (verify).
 """
 
 from typing import NamedTuple
@@ -11,17 +12,25 @@ from jaxtyping import Array, Float, Int
 
 from gdn.config import TargetConfig
 from gdn.layers import rope_angles
+from gdn.ops.reference import segment_starts
 from gdn.ops.tree import Tree
 
 
-class SequenceContext(NamedTuple):
-    """T consecutive tokens a row, right-padded."""
+class PackedContext(NamedTuple):
+    """T consecutive tokens a row; `segment_ids` tells its documents apart, None: one document."""
 
     cos: Float[Array, "B T R"]
     sin: Float[Array, "B T R"]
-    segment_ids: Int[Array, "B T"] | None  # documents of a packed row; training only
-    lengths: Int[Array, " B"] | None  # real tokens of each row; None: all
-    start: Int[Array, " B"] | None  # tokens committed before; None without a cache
+    segment_ids: Int[Array, "B T"] | None
+
+
+class PrefillContext(NamedTuple):
+    """T tokens a row, of which the first `lengths` are real, after `start` committed ones."""
+
+    cos: Float[Array, "B T R"]
+    sin: Float[Array, "B T R"]
+    lengths: Int[Array, " B"]
+    start: Int[Array, " B"]
 
 
 class TreeContext(NamedTuple):
@@ -33,28 +42,29 @@ class TreeContext(NamedTuple):
     start: Int[Array, " B"]
 
 
-def training_context(
-    cfg: TargetConfig, shape: tuple[int, int], segment_ids: Int[Array, "B T"] | None
-) -> SequenceContext:
-    """Positions count from the start of each document."""
+Context = PackedContext | PrefillContext | TreeContext
+
+
+def packed_context(
+    cfg: TargetConfig, shape: tuple[int, ...], segment_ids: Int[Array, "B T"] | None
+) -> PackedContext:
+    """Count positions from the start of each document."""
     positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-    if segment_ids is not None:
-        opens = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        first = jnp.where(opens, positions, 0)
-        positions = positions - jax.lax.cummax(first, axis=1)
-    return SequenceContext(*_angles(cfg, positions), segment_ids, None, None)
+    opens = segment_starts(segment_ids, shape)
+    positions = positions - jax.lax.cummax(jnp.where(opens, positions, 0), axis=1)
+    return PackedContext(*_angles(cfg, positions), segment_ids)
 
 
 def prefill_context(
     cfg: TargetConfig, length: int, lengths: Int[Array, " B"], start: Int[Array, " B"]
-) -> SequenceContext:
+) -> PrefillContext:
     """Continue each row at its committed length."""
     positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)
-    return SequenceContext(*_angles(cfg, positions), None, lengths, start)
+    return PrefillContext(*_angles(cfg, positions), lengths, start)
 
 
 def tree_context(cfg: TargetConfig, tree: Tree, start: Int[Array, " B"]) -> TreeContext:
-    """A node's position is the number of committed tokens plus its depth."""
+    """Place each node at the number of committed tokens plus its depth."""
     return TreeContext(*_angles(cfg, start[:, None] + tree.depth), tree, start)
 
 

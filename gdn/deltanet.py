@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from gdn.cache import RecurrentState, RecurrentUpdate
 from gdn.config import TargetConfig
-from gdn.context import SequenceContext, TreeContext
+from gdn.context import Context, PackedContext, TreeContext
 from gdn.layers import linear, normal_init, rms_norm
 from gdn.ops.conv import advance_window, short_conv, short_conv_tree
 from gdn.ops.delta_rule import gated_delta_rule
@@ -33,7 +33,9 @@ class GatedDeltaNet(nnx.Module):
         self.conv1d = normal_init(rngs, (cfg.conv_channels, width), width**-0.5, dtype)
         # Per head a rate A in (0.01, 16) and a step dt in (1e-3, 0.1): slow to fast forgetting.
         rate = jax.random.uniform(rngs.params(), (heads,), jnp.float32, 0.01, 16.0)
-        log_dt = jax.random.uniform(rngs.params(), (heads,), jnp.float32, *jnp.log(jnp.array([1e-3, 0.1])))
+        log_dt = jax.random.uniform(
+            rngs.params(), (heads,), jnp.float32, *jnp.log(jnp.array([1e-3, 0.1]))
+        )
         self.A_log = nnx.Param(jnp.log(rate))
         self.dt_bias = nnx.Param(jnp.log(jnp.expm1(jnp.exp(log_dt))))  # inverse softplus
         self.norm = nnx.Param(jnp.ones(cfg.linear_value_head_dim, jnp.float32))
@@ -42,35 +44,37 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        context: SequenceContext | TreeContext,
+        context: Context,
         entry: RecurrentState | None,
     ) -> tuple[Float[Array, "B T D"], RecurrentState | RecurrentUpdate | None]:
         """Mix over time; returns the new cache entry, or the candidates' update for a tree."""
-        inputs = linear(x, self.in_proj_qkv[...])
+        inputs, weight = linear(x, self.in_proj_qkv[...]), self.conv1d[...]
         if isinstance(context, TreeContext):
-            mixed = short_conv_tree(inputs, self.conv1d[...], entry.conv, context.tree)
+            assert entry is not None
+            mixed = short_conv_tree(inputs, weight, entry.conv, context.tree)
             q, k, v, g, beta = self._rule_inputs(x, mixed)
             out, u, path_decay = tree_delta_rule(q, k, v, g, beta, entry.state, context.tree)
             return self._output(x, out), RecurrentUpdate(k, u, path_decay, inputs)
-        state, window = self._entering(x, entry)
-        mixed = short_conv(inputs, self.conv1d[...], window, context.segment_ids)
-        q, k, v, g, beta = self._rule_inputs(x, mixed)
-        if context.lengths is not None:  # a padded token neither decays the state nor writes
-            real = (jnp.arange(x.shape[1]) < context.lengths[:, None])[..., None]
-            g, beta = jnp.where(real, g, 0.0), jnp.where(real, beta, 0.0)
-        out, state = gated_delta_rule(q, k, v, g, beta, state, context.segment_ids)
-        if entry is None:
+        if isinstance(context, PackedContext):
+            state, window = self._empty(x)
+            mixed = short_conv(inputs, weight, window, context.segment_ids)
+            out, _ = gated_delta_rule(*self._rule_inputs(x, mixed), state, context.segment_ids)
             return self._output(x, out), None
-        window = advance_window(window, inputs, context.lengths)
+        assert entry is not None
+        mixed = short_conv(inputs, weight, entry.conv)
+        q, k, v, g, beta = self._rule_inputs(x, mixed)
+        # A padded token neither decays the state nor writes to it.
+        real = (jnp.arange(x.shape[1]) < context.lengths[:, None])[..., None]
+        g, beta = jnp.where(real, g, 0.0), jnp.where(real, beta, 0.0)
+        out, state = gated_delta_rule(q, k, v, g, beta, entry.state)
+        window = advance_window(entry.conv, inputs, context.lengths)
         return self._output(x, out), RecurrentState(state, window)
 
-    def _entering(self, x, entry):
-        if entry is not None:
-            return entry
-        cfg = self.cfg
+    def _empty(self, x) -> RecurrentState:
+        cfg, batch = self.cfg, x.shape[0]
         heads = (cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
-        window = (x.shape[0], cfg.linear_conv_kernel_dim - 1, cfg.conv_channels)
-        return jnp.zeros((x.shape[0], *heads), jnp.float32), jnp.zeros(window, x.dtype)
+        window = (batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels)
+        return RecurrentState(jnp.zeros((batch, *heads), jnp.float32), jnp.zeros(window, x.dtype))
 
     def _rule_inputs(self, x, mixed):
         """Split the convolved channels into heads, normalise q and k, and compute the gates."""
@@ -86,7 +90,8 @@ class GatedDeltaNet(nnx.Module):
 
     def _output(self, x, out):
         z = linear(x, self.in_proj_z[...]).astype(jnp.float32).reshape(out.shape)
-        # Plain weight here, whatever the other norms of the model do; the norm comes before the gate.
+        # Plain weight here, whatever the other norms of the model do; the norm comes before the
+        # gate.
         out = rms_norm(out, self.norm[...], self.cfg.rms_norm_eps, unit_offset=False)
         out = (out * jax.nn.silu(z)).astype(x.dtype)
         return linear(out.reshape(*x.shape[:2], -1), self.out_proj[...])
@@ -95,8 +100,8 @@ class GatedDeltaNet(nnx.Module):
 def l2_normalize(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """Divide by the Euclidean norm over the last axis, in float32, with the model's 1e-6.
 
-    The gradient at a zero vector is zero: the formula's own, 1000 times the incoming one, would make
-    the gradients of all-zero rows explode from layer to layer.
+    The gradient at a zero vector is zero: the formula's own, 1000 times the incoming one, would
+    make the gradients of all-zero rows explode from layer to layer.
     """
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     return x * jnp.where(square > 0, jax.lax.rsqrt(jnp.where(square > 0, square, 1.0) + 1e-6), 0.0)

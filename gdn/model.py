@@ -1,9 +1,9 @@
 """The target: a language model of Gated DeltaNet and attention layers, one class for all families.
 
 `HybridLM` is pure: `__call__` for training, `prefill` and `verify` for decoding; `gdn.cache.commit`
-closes the round. A module is a pytree, so `jax.jit(HybridLM.verify)(model, ...)` works as it stands;
-for a cheaper dispatch split it once (`nnx.split`) and merge inside the jit. It knows nothing of drafts:
-what EAGLE-3 taps are residual streams, returned for any set of `aux_layers`.
+closes the round. A module is a pytree, so `jax.jit(HybridLM.verify)(model, ...)` works as it
+stands; for a cheaper dispatch split it once (`nnx.split`) and merge inside the jit. It knows
+nothing of drafts: what EAGLE-3 taps are residual streams, returned for any set of `aux_layers`.
 """
 
 from typing import NamedTuple
@@ -16,13 +16,7 @@ from jaxtyping import Array, Float, Int
 from gdn.attention import Attention
 from gdn.cache import Cache, Updates
 from gdn.config import TargetConfig
-from gdn.context import (
-    SequenceContext,
-    TreeContext,
-    prefill_context,
-    training_context,
-    tree_context,
-)
+from gdn.context import Context, packed_context, prefill_context, tree_context
 from gdn.deltanet import GatedDeltaNet
 from gdn.layers import MLP, RMSNorm, embed, linear, normal_init
 from gdn.moe import MoE
@@ -30,7 +24,7 @@ from gdn.ops.tree import Tree
 
 
 class ForwardOutput(NamedTuple):
-    """`hidden` is after the final norm: `HybridLM.logits` takes it. A taps, in the order asked for."""
+    """`hidden` is after the final norm, for `HybridLM.logits`; taps come in the order asked for."""
 
     hidden: Float[Array, "B T D"]
     aux_hidden: Float[Array, "B T A D"]
@@ -70,7 +64,7 @@ class DecoderLayer(nnx.Module):
                 cfg.hidden_size, cfg.intermediate_size, cfg.initializer_range, dtype, rngs=rngs
             )
 
-    def __call__(self, x: Float[Array, "B T D"], context: SequenceContext | TreeContext, entry):
+    def __call__(self, x: Float[Array, "B T D"], context: Context, entry):
         mixer = self.self_attn if self.is_attention else self.linear_attn
         mixed, entry = mixer(self.input_layernorm(x), context, entry)
         x = x + mixed
@@ -102,10 +96,11 @@ class HybridLM(nnx.Module):
 
         Args:
           segment_ids: document of each token of a packed row; where it changes, recurrent state,
-            convolution, attention and positions start again. Give trailing padding an id of its own.
+            convolution, attention and positions start again. Give trailing padding an id of its
+            own.
           aux_layers: k returns the residual stream after k layers; 0 is the embedding.
         """
-        context = training_context(self.cfg, tokens.shape, segment_ids)
+        context = packed_context(self.cfg, tokens.shape, segment_ids)
         x = embed(self.embed_tokens[...], tokens)
         hidden, aux_hidden, _ = self._run(x, context, None, aux_layers)
         return ForwardOutput(hidden, aux_hidden)
@@ -152,7 +147,9 @@ class HybridLM(nnx.Module):
         else:
             chunks = jnp.moveaxis(tokens.reshape(batch, count, size), 1, 0)
             (cache, final), aux_hidden = jax.lax.scan(one_chunk, carry, (chunks, jnp.arange(count)))
-            aux_hidden = jnp.moveaxis(aux_hidden, 0, 1).reshape(batch, count * size, *aux_hidden.shape[3:])
+            aux_hidden = jnp.moveaxis(aux_hidden, 0, 1).reshape(
+                batch, count * size, *aux_hidden.shape[3:]
+            )
         return PrefillOutput(self.logits(final), aux_hidden[:, :length], cache)
 
     def verify(
@@ -185,5 +182,9 @@ class HybridLM(nnx.Module):
             taps[index + 1] = x
             results.append(result)
         shape = (*x.shape[:2], 0, x.shape[2])
-        aux = jnp.stack([taps[k] for k in aux_layers], axis=2) if aux_layers else jnp.zeros(shape, x.dtype)
+        aux = (
+            jnp.stack([taps[k] for k in aux_layers], axis=2)
+            if aux_layers
+            else jnp.zeros(shape, x.dtype)
+        )
         return self.norm(x), aux, tuple(results)

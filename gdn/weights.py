@@ -1,13 +1,15 @@
 """Hugging Face safetensors directories <-> `HybridLM`: one table of names, every error at once.
 
-Reads single files and sharded indices, `model.*` and `model.language_model.*` names. Names and shapes
-are checked from the file headers before any data is read; then tensors pass one by one, so peak
-memory is the model plus one tensor. Layouts as in the released Qwen3-Next, Qwen3.5, Llama files.
+Reads single files and sharded indices, `model.*` and `model.language_model.*` names. Names and
+shapes are checked from the file headers before any data is read; then tensors pass one by one, so
+peak memory is the model plus one tensor. Layouts as in the released Qwen3-Next, Qwen3.5, Llama
+files.
 """
 
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -29,35 +31,39 @@ log = logging.getLogger(__name__)
 SKIPPED = re.compile(r"mtp\.|(model\.)?visual\.|.*\.rotary_emb\.inv_freq$")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LAYER = r"layers\.(\d+)\."
-# File name after the prefix -> parameter path; "=" keeps the name. Fused tensors are in `_fused`.
+_MLP = _LAYER + r"mlp\."
+_PROJ = r"((?:gate|up|down)_proj)\.weight"
+# Name in the file, after the prefix -> parameter path. Tensors that hold parts of a parameter, or
+# several parameters, are in `_expert_piece` and `_fused_pieces`.
 TABLE = tuple(
     (re.compile(pattern + "$"), path)
     for pattern, path in (
         (r"embed_tokens\.weight", "embed_tokens"),
         (r"norm\.weight", "norm.weight"),
         (r"lm_head\.weight", "lm_head"),
-        (_LAYER + r"(input|post_attention)_layernorm\.weight", r"layers.\1.\2_layernorm.weight"),
+        (_LAYER + r"(\w+_layernorm)\.weight", r"layers.\1.\2.weight"),
         (_LAYER + r"self_attn\.([qkvo]_proj)\.weight", r"layers.\1.self_attn.\2"),
         (_LAYER + r"self_attn\.([qk]_norm)\.weight", r"layers.\1.self_attn.\2.weight"),
-        (_LAYER + r"linear_attn\.(in_proj_(?:qkv|z|b|a)|out_proj)\.weight", r"layers.\1.linear_attn.\2"),
+        (_LAYER + r"linear_attn\.(in_proj_\w+|out_proj)\.weight", r"layers.\1.linear_attn.\2"),
         (_LAYER + r"linear_attn\.(conv1d|norm)\.weight", r"layers.\1.linear_attn.\2"),
         (_LAYER + r"linear_attn\.(A_log|dt_bias)", r"layers.\1.linear_attn.\2"),
-        (_LAYER + r"mlp\.((?:gate|up|down)_proj)\.weight", r"layers.\1.mlp.\2"),
-        (_LAYER + r"mlp\.(gate|shared_expert_gate)\.weight", r"layers.\1.mlp.\2"),
-        (_LAYER + r"mlp\.shared_expert\.((?:gate|up|down)_proj)\.weight", r"layers.\1.mlp.shared_expert.\2"),
-        (_LAYER + r"mlp\.experts\.((?:gate_up|down)_proj)", r"layers.\1.mlp.experts.\2"),
+        (_MLP + _PROJ, r"layers.\1.mlp.\2"),
+        (_MLP + r"(gate|shared_expert_gate)\.weight", r"layers.\1.mlp.\2"),
+        (_MLP + r"shared_expert\." + _PROJ, r"layers.\1.mlp.shared_expert.\2"),
+        (_MLP + r"experts\.((?:gate_up|down)_proj)", r"layers.\1.mlp.experts.\2"),
     )
-)  # fmt: skip
-_EXPERT = re.compile(_LAYER + r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+)
+_EXPERT = re.compile(_MLP + r"experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _FUSED_PROJECTION = re.compile(_LAYER + r"linear_attn\.in_proj_(qkvz|ba)\.weight$")
 
 
 class Piece(NamedTuple):
-    """Where (a part of) a tensor of a file goes."""
+    """Which rows of a tensor go where."""
 
     path: str  # parameter, dotted
-    where: tuple  # index into the parameter
-    take: Callable[[np.ndarray], np.ndarray]  # from the file's tensor
+    where: tuple  # index into the parameter; () for all of it
+    rows: np.ndarray | None  # of the file's tensor; None for all
+    shape: tuple[int, ...]  # that the file's tensor must have
 
 
 def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
@@ -74,14 +80,17 @@ def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
     cfg = TargetConfig.from_hf(directory)
     abstract = nnx.eval_shape(lambda: HybridLM(cfg, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     with contextlib.ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
-        plan = _plan(cfg, tensors, {path: leaf.shape for path, leaf in flat.items()}, directory)
-        values = _read(plan, tensors, flat)
-    leaves = [leaf.replace(values[".".join(map(str, path))]) for path, leaf in nnx.to_flat_state(state)]
-    paths = [path for path, _ in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(zip(paths, leaves, strict=True)))
+        shapes = {path: leaf.shape for path, leaf in leaves.items()}
+        plan = _plan(cfg, tensors, shapes, directory)
+        values = _read(plan, tensors, leaves)
+    filled = [
+        (path, leaf.replace(values[".".join(map(str, path))]))
+        for path, leaf in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
@@ -99,11 +108,15 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
     for name in names:
         path = directory / name
         if not path.exists():
-            raise ValueError(f"{path} does not exist; {directory} needs {SINGLE} or {INDEX} and its files")
+            raise ValueError(
+                f"{path} does not exist; {directory} needs {SINGLE} or {INDEX} and its files"
+            )
         try:
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or cut short ({error}); copy or download it again") from error
+            raise ValueError(
+                f"{path} is damaged or cut short ({error}); copy or download it again"
+            ) from error
         tensors |= {key: file for key in file.keys()}  # noqa: SIM118 (not a dict)
     if index.exists() and (lost := sorted(set(weight_map) - set(tensors))):
         raise ValueError(f"{index} lists tensors that no file holds: {_some(lost)}")
@@ -115,50 +128,46 @@ def _plan(cfg, tensors, shapes: dict[str, tuple], directory: Path) -> dict[str, 
     plan, skipped, unexpected, misshapen = {}, [], [], []
     covered = dict.fromkeys(shapes, 0)
     for name, file in tensors.items():
-        tied_head = name == "lm_head.weight" and cfg.tie_word_embeddings
-        if SKIPPED.match(name) or tied_head:
+        if SKIPPED.match(name) or (name == "lm_head.weight" and cfg.tie_word_embeddings):
             skipped.append(name)
             continue
-        pieces = [p for p in _pieces(cfg, name) if p.path in shapes]
+        pieces = _pieces(cfg, name, shapes)
         if not pieces:
             unexpected.append(name)
             continue
-        found = tuple(file.get_slice(name).get_shape())
-        try:  # an array without data goes through the same slicing as the real one
-            parts = [piece.take(_empty(found)).shape for piece in pieces]
-        except (ValueError, IndexError):
-            parts = [None] * len(pieces)
-        wanted = [_empty(shapes[piece.path])[piece.where].shape for piece in pieces]
-        if parts != wanted or str(file.get_slice(name).get_dtype()) not in ("F32", "BF16", "F16"):
-            kind = file.get_slice(name).get_dtype()
-            misshapen.append(f"{name}: found {kind} {list(found)} for {pieces[0].path} {list(shapes[pieces[0].path])}")
-            continue
+        header = file.get_slice(name)
+        found, kind = tuple(header.get_shape()), str(header.get_dtype())
+        if found != pieces[0].shape or kind not in ("F32", "BF16", "F16"):
+            misshapen.append(f"{name} is {kind} {found}, not floating-point {pieces[0].shape}")
         plan[name] = pieces
-        for piece, shape in zip(pieces, wanted, strict=True):
-            covered[piece.path] += int(np.prod(shape))
-    bad = {text.split(":")[0] for text in misshapen}
-    touched = {piece.path for name in bad for piece in _pieces(cfg, name)}
-    missing = [p for p, count in covered.items() if count < np.prod(shapes[p]) and p not in touched]
-    doubled = [p for p, count in covered.items() if count > np.prod(shapes[p])]
+        for piece in pieces:
+            covered[piece.path] += _size(shapes[piece.path], piece.where)
+    missing = [path for path, count in covered.items() if count < math.prod(shapes[path])]
+    doubled = [path for path, count in covered.items() if count > math.prod(shapes[path])]
     problems = [
         f"{kind} ({len(names)}): {_some(names)}"
         for kind, names in (
-            ("missing parameters", missing), ("unexpected tensors", unexpected),
-            ("misshapen tensors", misshapen), ("parameters stored twice", doubled),
+            ("missing parameters", missing),
+            ("unexpected tensors", unexpected),
+            ("misshapen tensors", misshapen),
+            ("parameters stored twice", doubled),
         )
         if names
-    ]  # fmt: skip
+    ]
     if problems:
         raise ValueError(
-            f"the weights in {directory} do not fit its config ({cfg.model_type}):\n  " + "\n  ".join(problems)
+            f"the weights in {directory} do not fit its config.json ({cfg.model_type}):\n  "
+            + "\n  ".join(problems)
         )
     if skipped:
-        log.info("skipped %d tensors this text model has no use for: %s", len(skipped), _some(skipped))
+        log.info(
+            "skipped %d tensors that a text model has no use for: %s", len(skipped), _some(skipped)
+        )
     return plan
 
 
-def _empty(shape) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), np.int8), shape)
+def _size(shape: tuple[int, ...], where: tuple) -> int:
+    return np.broadcast_to(np.int8(0), shape)[where].size  # a view: nothing is allocated
 
 
 def _some(names: list[str], limit: int = 8) -> str:
@@ -166,46 +175,38 @@ def _some(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _pieces(cfg: TargetConfig, name: str) -> list[Piece]:
-    """Return where a tensor goes; nothing for a name that is not in the table."""
+def _pieces(cfg: TargetConfig, name: str, shapes: dict[str, tuple]) -> list[Piece]:
+    """Return where a tensor goes; nothing for a name that the model does not have."""
     short = re.sub(r"^model\.(language_model\.)?", "", name)
     if match := _EXPERT.match(short):
-        return [_expert_piece(cfg, *match.groups())]
-    if match := _FUSED_PROJECTION.match(short):
-        return _fused_pieces(cfg, *match.groups())
-    for pattern, path in TABLE:
-        if match := pattern.match(short):
-            take = _drop_middle_axis if path.endswith("conv1d") or r"conv1d" in short else _whole
-            return [Piece(match.expand(path), (), take)]
-    return []
-
-
-def _whole(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _drop_middle_axis(x: np.ndarray) -> np.ndarray:
-    return x[:, 0] if x.ndim == 3 and x.shape[1] == 1 else x[:, :, :]  # [E, 1, W] in files
+        pieces = [_expert_piece(cfg, *match.groups())]
+    elif match := _FUSED_PROJECTION.match(short):
+        pieces = _fused_pieces(cfg, *match.groups())
+    else:
+        paths = [match.expand(path) for pattern, path in TABLE if (match := pattern.match(short))]
+        pieces = [Piece(path, (), None, shapes.get(path, ())) for path in paths]
+        if short.endswith("conv1d.weight"):  # [E, 1, W] in files
+            pieces = [
+                piece._replace(shape=(*piece.shape[:1], 1, *piece.shape[1:])) for piece in pieces
+            ]
+    return [piece for piece in pieces if piece.path in shapes]
 
 
 def _expert_piece(cfg: TargetConfig, layer: str, expert: str, kind: str) -> Piece:
-    path = f"layers.{layer}.mlp.experts." + ("down_proj" if kind == "down" else "gate_up_proj")
-    width = cfg.moe_intermediate_size
-    rows = {"down": slice(None), "gate": slice(0, width), "up": slice(width, 2 * width)}[kind]
-    return Piece(path, (int(expert), rows), _whole)
+    """Place one expert's matrix inside the fused parameter: gate rows first, then up rows."""
+    width, dim = cfg.moe_intermediate_size, cfg.hidden_size
+    path = f"layers.{layer}.mlp.experts."
+    if kind == "down":
+        return Piece(path + "down_proj", (int(expert),), None, (dim, width))
+    rows = slice(0, width) if kind == "gate" else slice(width, 2 * width)
+    return Piece(path + "gate_up_proj", (int(expert), rows), None, (width, dim))
 
 
 def _fused_pieces(cfg: TargetConfig, layer: str, kind: str) -> list[Piece]:
     """Split Qwen3-Next's projections, whose rows are grouped by key head, into the plain layout."""
-
-    def rows(index):
-        return lambda x: x[index] if len(x) == total else x[:, :, :]
-
-    total = sum(map(len, fused_rows(cfg)[kind].values()))
-    return [
-        Piece(f"layers.{layer}.linear_attn.{name}", (), rows(index))
-        for name, index in fused_rows(cfg)[kind].items()
-    ]
+    parts = fused_rows(cfg)[kind]
+    shape = (sum(map(len, parts.values())), cfg.hidden_size)
+    return [Piece(f"layers.{layer}.linear_attn.{n}", (), rows, shape) for n, rows in parts.items()]
 
 
 def fused_rows(cfg: TargetConfig) -> dict[str, dict[str, np.ndarray]]:
@@ -229,27 +230,27 @@ def fused_rows(cfg: TargetConfig) -> dict[str, dict[str, np.ndarray]]:
     }
 
 
-def _read(plan: dict[str, list[Piece]], tensors: dict, flat: dict) -> dict[str, jax.Array]:
+def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict) -> dict[str, jax.Array]:
     """Read tensor by tensor; parameters made of several tensors are gathered on the host."""
     values: dict[str, jax.Array] = {}
-    partial: dict[str, tuple[np.ndarray, int]] = {}
-    # In parameter order, so that at most one gathered parameter is open at a time.
-    for name in sorted(plan, key=lambda n: plan[n][0].path):
+    gathering: dict[str, tuple[np.ndarray, int]] = {}
+    # In parameter order, so that at most one parameter is being gathered at a time.
+    for name in sorted(plan, key=lambda name: plan[name][0].path):
         tensor = tensors[name].get_tensor(name)
-        for path, where, take in plan[name]:
-            leaf = flat[path]
+        for path, where, rows, _ in plan[name]:
+            leaf = leaves[path]
             if where == ():
-                values[path] = jnp.asarray(take(tensor), leaf.dtype)
+                part = tensor if rows is None else tensor[rows]
+                values[path] = jnp.asarray(part.reshape(leaf.shape), leaf.dtype)
                 continue
-            buffer, done = partial.pop(path, (None, 0))
+            buffer, done = gathering.pop(path, (None, 0))
             if buffer is None:
                 buffer = np.empty(leaf.shape, leaf.dtype)
             buffer[where] = tensor
-            done += tensor.size
-            if done == buffer.size:
-                values[path] = jnp.asarray(buffer)
+            if done + tensor.size < buffer.size:
+                gathering[path] = (buffer, done + tensor.size)
             else:
-                partial[path] = (buffer, done)
+                values[path] = jnp.asarray(buffer)
     return values
 
 
@@ -261,44 +262,47 @@ def save_pretrained(model: HybridLM, directory: str | Path, max_shard_bytes: int
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    shards: list[list[tuple[str, Callable[[], np.ndarray]]]] = [[]]
-    size = 0
-    sizes = {}
-    for name, bytes_, make in _file_tensors(model):
-        if shards[-1] and size + bytes_ > max_shard_bytes:
+    shards: list[list] = [[]]
+    size = total = 0
+    for name, num_bytes, make in _file_tensors(model):
+        if shards[-1] and size + num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
-        size += bytes_
-        sizes[name] = bytes_
         shards[-1].append((name, make))
-    weight_map = {}
+        size, total = size + num_bytes, total + num_bytes
+    files, weight_map = [], {}
     for number, shard in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = SINGLE
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: np.ascontiguousarray(make()) for name, make in shard}
-        temporary = directory / (file + ".tmp")
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        os.replace(temporary, directory / file)
+        save_file(tensors, directory / (file + ".tmp"), metadata={"format": "pt"})
+        files.append(file)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(directory / INDEX, index)
-    _write_json(directory / "config.json", model.cfg.to_hf())
-    _remove_stale(directory, set(weight_map.values()))
+        files.append(
+            _write_json(
+                directory, INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+            )
+        )
+    files.append(_write_json(directory, "config.json", model.cfg.to_hf()))
+    # All data is on the disk before the first name changes.
+    for file in files:
+        os.replace(directory / (file + ".tmp"), directory / file)
+    _remove_stale(directory, set(files))
+
+
+def _write_json(directory: Path, file: str, data: dict) -> str:
+    (directory / (file + ".tmp")).write_text(json.dumps(data, indent=2) + "\n")
+    return file
 
 
 def _remove_stale(directory: Path, current: set[str]) -> None:
     """Remove weight files of an earlier save, which a reader might take for ours."""
-    if len(current) == 1:
-        (directory / INDEX).unlink(missing_ok=True)
-    for path in directory.glob("model*.safetensors"):
-        if path.name not in current and re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", path.name):
+    for path in directory.iterdir():
+        ours = re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path.name)
+        if ours and path.name not in current:
             path.unlink()
-
-
-def _write_json(path: Path, data: dict) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 def _file_tensors(model: HybridLM) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
@@ -317,11 +321,15 @@ def _file_tensors(model: HybridLM) -> Iterator[tuple[str, int, Callable[[], np.n
         if not re.search(r"(weight|A_log|dt_bias|experts\.(gate_up|down)_proj)$", name):
             name += ".weight"
         expand = path.endswith("conv1d")
-        yield name, value.nbytes, lambda v=value, e=expand: np.asarray(v)[:, None] if e else np.asarray(v)
+        yield (
+            name,
+            value.nbytes,
+            lambda v=value, e=expand: np.asarray(v)[:, None] if e else np.asarray(v),
+        )
 
 
 def _fused_tensors(cfg, model, path, value):
-    """Yield `in_proj_qkvz` for `in_proj_qkv` and `in_proj_ba` for `in_proj_b`; the rest is inside."""
+    """Yield `in_proj_qkvz` at `in_proj_qkv`, `in_proj_ba` at `in_proj_b`; they hold the others."""
     prefix, _, kind = path.rpartition(".")
     fused = {"in_proj_qkv": "qkvz", "in_proj_b": "ba"}.get(kind)
     if fused is None:

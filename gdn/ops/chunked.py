@@ -1,15 +1,16 @@
 """The gated delta rule in chunks: matrix products inside a chunk, a scan between chunks.
 
-The WY form of arXiv 2412.06464, section 3.3, for training and prefill. Inside a chunk of C tokens with
-cumulative log decay G (which restarts at every chunk, so differences never lose digits):
+The WY form of arXiv 2412.06464, section 3.3, for training and prefill. Inside a chunk of C tokens
+with cumulative log decay G (which restarts at every chunk, so differences never lose digits):
 
     D_ij = exp(G_i - G_j) for j <= i           A = strict_lower(beta_i (k_i . k_j) D_ij)
     U = (I + A)^-1 beta (V - exp(G) K S)       O = exp(G) Q S + (Q K^T * D) U
     S <- exp(G_C) S + (exp(G_C - G) K)^T U
 
-`U` is what each token writes once the tokens before it have been accounted for. The inverse is formed
-by exact merges of triangular blocks: a power series in A would be wrong by orders of magnitude on
-correlated keys, and a batched triangular solve leaves XLA's thread pool on a CPU waiting for itself.
+`U` is what each token writes once the tokens before it have been accounted for. The inverse is
+formed by exact merges of triangular blocks: a power series in A would be wrong by orders of
+magnitude on correlated keys, and a batched triangular solve leaves XLA's thread pool on a CPU
+waiting for itself.
 """
 
 import jax
@@ -51,7 +52,8 @@ def gated_delta_rule_chunked(
     v, g, beta = chunks(v, groups), chunks(g, groups), chunks(beta, groups)
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, length), jnp.int32)
-    # Padding joins the last document: with g = beta = 0 it hands that document's state on unchanged.
+    # Padding joins the last document: with g = beta = 0 it hands that document's state on
+    # unchanged.
     segments = jnp.pad(segment_ids, ((0, 0), (0, padding)), mode="edge")
     segments = jnp.moveaxis(segments.reshape(batch, count, size), 1, 0)
 
@@ -65,9 +67,12 @@ def gated_delta_rule_chunked(
 
     def step(S, chunk):
         q_c, k_c, v_c, solve_c, mix_c, enter_c, leave_c, carry_c = chunk
-        reads = jnp.einsum(
-            "bhik,bhrkv->bhriv", jnp.concatenate([k_c, q_c], axis=2), S, precision=_HIGHEST
-        ) * jnp.concatenate([enter_c, enter_c], axis=-1)[..., None]
+        reads = (
+            jnp.einsum(
+                "bhik,bhrkv->bhriv", jnp.concatenate([k_c, q_c], axis=2), S, precision=_HIGHEST
+            )
+            * jnp.concatenate([enter_c, enter_c], axis=-1)[..., None]
+        )
         known, old = reads[..., :size, :], reads[..., size:, :]
         u = jnp.einsum("bhrij,bhrjv->bhriv", solve_c, v_c - known, precision=_HIGHEST)
         out = old + jnp.einsum("bhrij,bhrjv->bhriv", mix_c, u, precision=_HIGHEST)
@@ -81,7 +86,8 @@ def gated_delta_rule_chunked(
 
 
 def _decays(G: Float[Array, "N B HK R C"], segments: Int[Array, "N B C"]):
-    """Give the decay between two tokens, from the entering state, to the leaving one, and of the state.
+    """Give the decay between two tokens, from the entering state, to the leaving one, and of the
+    state.
 
     Every factor is zero across a document border. The exponent is masked before `exp`: for j > i it
     may overflow, and a mask afterwards would leave NaN gradients.
@@ -106,8 +112,8 @@ def _decays(G: Float[Array, "N B HK R C"], segments: Int[Array, "N B C"]):
 def unit_lower_inverse(A: Float[Array, "*batch C C"]) -> Float[Array, "*batch C C"]:
     """Invert I + A for strictly lower triangular A, C a power of two.
 
-    Diagonal blocks of 1, 2, 4, ... are merged by [[P, 0], [M, Q]]^-1 = [[P^-1, 0], [-Q^-1 M P^-1, Q^-1]],
-    all of one size at once: exact like substitution, and nothing but matrix products.
+    Diagonal blocks of 1, 2, 4, ... are merged by [[P, 0], [M, Q]]^-1 = [[P^-1, 0], [-Q^-1 M P^-1,
+    Q^-1]], all of one size at once: exact like substitution, and nothing but matrix products.
     """
     size = A.shape[-1]
     row, column = jnp.arange(size)[:, None], jnp.arange(size)[None, :]

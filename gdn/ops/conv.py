@@ -59,7 +59,7 @@ def _ancestor_index(tree: Tree, distance: int, width: int) -> Int[Array, "B M"]:
 def advance_window(
     window: Float[Array, "B W-1 E"], x: Float[Array, "B T E"], count: Int[Array, " B"]
 ) -> Float[Array, "B W-1 E"]:
-    """Take the last W-1 inputs of [window, the first `count` rows of x]; count 0 changes nothing."""
+    """Take the last W-1 inputs of [window, first `count` rows of x]; 0 changes nothing."""
     extended = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
     index = count[:, None] + jnp.arange(window.shape[1])
     return jnp.take_along_axis(extended, index[..., None], axis=1)

@@ -51,7 +51,9 @@ def gated_delta_rule_reference(
     return jnp.moveaxis(out, 0, 1), state
 
 
-def segment_starts(segment_ids: Int[Array, "B T"] | None, shape: tuple[int, int]) -> Bool[Array, "B T"]:
+def segment_starts(
+    segment_ids: Int[Array, "B T"] | None, shape: tuple[int, ...]
+) -> Bool[Array, "B T"]:
     """Mark the tokens that open a new document; the first token of a row continues the state."""
     if segment_ids is None:
         return jnp.zeros(shape, bool)
@@ -69,8 +71,8 @@ def tree_delta_rule_reference(
 ) -> tuple[Float[Array, "B M HV DV"], Float[Array, "B M HV DK DV"]]:
     """Run the recurrence along every root-to-node path, storing one state per node.
 
-    The oracle for the closed form in `tree.py`, and what other engines do: memory and time grow with
-    M times the state. `parents[i] < i`; -1 hangs a node on the committed state.
+    The oracle for the closed form in `tree.py`, and what other engines do: memory and time grow
+    with M times the state. `parents[i] < i`; -1 hangs a node on the committed state.
 
     Returns:
       The read of each node, and the state after each node.
@@ -82,8 +84,10 @@ def tree_delta_rule_reference(
         out, states = carry
         parent = parents[:, i]
         before = jnp.where((parent < 0)[:, None, None, None], state, states[rows, parent])
-        token = (jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (q, k, v, g, beta))
-        o, after = gated_delta_rule_reference(*token, before)
+        q_i, k_i, v_i, g_i, beta_i = (
+            jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (q, k, v, g, beta)
+        )
+        o, after = gated_delta_rule_reference(q_i, k_i, v_i, g_i, beta_i, before)
         return out.at[:, i].set(o[:, 0]), states.at[:, i].set(after)
 
     out = jnp.zeros(v.shape, jnp.float32)

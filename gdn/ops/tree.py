@@ -1,7 +1,8 @@
 """The gated delta rule over a tree of candidate tokens, in closed form, with no state per node.
 
-For node i with G_i the sum of log decays along its path (root to i), and D_ij = exp(G_i - G_j) where j
-is i or an ancestor of i, else 0 (the chunk form of `chunked.py` with the ancestor mask for the causal one):
+For node i with G_i the sum of log decays along its path (root to i), and D_ij = exp(G_i - G_j)
+where j is i or an ancestor of i, else 0 (the chunk form of `chunked.py` with the ancestor mask for
+the causal one):
 
     A_ij = beta_i (k_i . k_j) D_ij, strict ancestors     (I + A) U = beta (V - exp(G) K S)
     O = exp(G) Q S + (Q K^T * D) U
@@ -63,37 +64,27 @@ def tree_delta_rule(
     Returns:
       The read of each node; its write u; its path's log decay G. `commit_state` needs k, u and G.
     """
-    batch, nodes, key_heads, key_dim = k.shape
-    groups = v.shape[2] // key_heads
+    nodes, groups = k.shape[1], v.shape[2] // k.shape[2]
     q, k, v, g, beta, state = (x.astype(jnp.float32) for x in (q, k, v, g, beta, state))
-
-    def head_major(x):  # [B, M, HV, ...] -> [B, HK, R, M, ...]
-        x = x.reshape(batch, nodes, key_heads, groups, *x.shape[3:])
-        return jnp.moveaxis(x, 1, 3)
-
-    q, k = jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2)
     path_decay = jnp.einsum("bij,bjh->bih", tree.ancestors.astype(g.dtype), g, precision=_HIGHEST)
-    G, beta, v = head_major(path_decay), head_major(beta)[..., None], head_major(v)
 
-    S = state.reshape(batch, key_heads, groups, key_dim, -1)
-    keys_queries = jnp.concatenate([k, q], axis=2)
-    reads = jnp.einsum("bhik,bhrkv->bhriv", keys_queries, S, precision=_HIGHEST)
+    keys_queries = jnp.concatenate([k, q], axis=1).swapaxes(1, 2)  # [B, HK, 2M, DK]
+    products = jnp.einsum("bhik,bhjk->bhij", keys_queries, k.swapaxes(1, 2), precision=_HIGHEST)
+    # Value heads that share a key head repeat its few rows here, which spares a transposed state.
+    keys_queries, products = (jnp.repeat(x, groups, axis=1) for x in (keys_queries, products))
+    reads = jnp.einsum("bhik,bhkv->bhiv", keys_queries, state, precision=_HIGHEST)
+    G, beta, v = path_decay.swapaxes(1, 2), beta.swapaxes(1, 2)[..., None], v.swapaxes(1, 2)
     scale = jnp.exp(G)[..., None]
-    u = beta * (v - scale * reads[..., :nodes, :])
-    products = jnp.einsum("bhik,bhjk->bhij", keys_queries, k, precision=_HIGHEST)[:, :, None]
-    ancestors = tree.ancestors[:, None, None]
+    u = beta * (v - scale * reads[:, :, :nodes])
+    ancestors = tree.ancestors[:, None]
     decay = jnp.exp(jnp.where(ancestors, G[..., :, None] - G[..., None, :], -jnp.inf))
     if nodes > 1:
         strict = ancestors & ~jnp.eye(nodes, dtype=bool)
-        A = jnp.where(strict, beta * products[..., :nodes, :] * decay, 0.0)
+        A = jnp.where(strict, beta * products[:, :, :nodes] * decay, 0.0)
         u = _solve_levels(A, u, jnp.max(jnp.sum(tree.ancestors, -1)) - 1)
-    mixed = jnp.einsum("bhrij,bhrjv->bhriv", products[..., nodes:, :] * decay, u, precision=_HIGHEST)
-    out = scale * reads[..., nodes:, :] + mixed
-
-    def node_major(x):
-        return jnp.moveaxis(x, 3, 1).reshape(batch, nodes, key_heads * groups, -1)
-
-    return node_major(out), node_major(u), path_decay
+    mix = products[:, :, nodes:] * decay
+    out = scale * reads[:, :, nodes:] + jnp.einsum("bhij,bhjv->bhiv", mix, u, precision=_HIGHEST)
+    return out.swapaxes(1, 2), u.swapaxes(1, 2), path_decay
 
 
 def _solve_levels(A, right, levels):
@@ -104,7 +95,7 @@ def _solve_levels(A, right, levels):
     """
 
     def round_(_, u):
-        return right - jnp.einsum("bhrij,bhrjv->bhriv", A, u, precision=_HIGHEST)
+        return right - jnp.einsum("bhij,bhjv->bhiv", A, u, precision=_HIGHEST)
 
     return jax.lax.fori_loop(0, levels, round_, right)
 
@@ -129,6 +120,10 @@ def commit_state(
                for x in (k, u, path_decay))  # fmt: skip
     last = jnp.take_along_axis(G, jnp.maximum(accepted.sum(1) - 1, 0)[:, None, None], axis=1)
     u = u * jnp.exp(last - G)[..., None]
-    u = u.reshape(batch, path.shape[1], k.shape[2], value_heads // k.shape[2], -1)
-    written = jnp.einsum("bphk,bphrv->bhrkv", k, u, precision=_HIGHEST).reshape(state.shape)
+    k = jnp.repeat(k, value_heads // k.shape[2], axis=2)
+    if path.shape[1] == 1:
+        # A sum over one node would not stay a product: XLA fuses the node's whole computation into
+        # the update and repeats it for every entry of the state. A second, zero node prevents that.
+        k, u = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, u))
+    written = jnp.einsum("bphk,bphv->bhkv", k, u, precision=_HIGHEST)
     return jnp.exp(last[:, 0])[..., None, None] * state + written
