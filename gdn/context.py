@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from gdn.config import TargetConfig
 from gdn.layers import rope_angles
-from gdn.ops.reference import segment_starts
+from gdn.ops.reference import document_index, segment_starts
 from gdn.ops.tree import Tree
 
 
 class PackedContext(NamedTuple):
-    """T consecutive tokens a row; `segment_ids` tells its documents apart, None: one document."""
+    """T consecutive tokens a row; `segment_ids` number its documents, None: one."""
 
     cos: Float[Array, "B T R"]
     sin: Float[Array, "B T R"]
@@ -52,6 +52,8 @@ def packed_context(
     positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     opens = segment_starts(segment_ids, shape)
     positions = positions - jax.lax.cummax(jnp.where(opens, positions, 0), axis=1)
+    if segment_ids is not None:
+        segment_ids = document_index(segment_ids, shape)
     return PackedContext(*_angles(cfg, positions), segment_ids)
 
 

@@ -67,6 +67,7 @@ class GatedDeltaNet(nnx.Module):
         real = (jnp.arange(x.shape[1]) < context.lengths[:, None])[..., None]
         g, beta = jnp.where(real, g, 0.0), jnp.where(real, beta, 0.0)
         out, state = gated_delta_rule(q, k, v, g, beta, entry.state)
+        state = jnp.where((context.lengths > 0)[:, None, None, None], state, entry.state)
         window = advance_window(entry.conv, inputs, context.lengths)
         return self._output(x, out), RecurrentState(state, window)
 

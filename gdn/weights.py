@@ -94,32 +94,34 @@ def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
 
 
 def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
-    """Map each tensor name to the open file that holds it."""
-    index = directory / INDEX
+    """Map each tensor name to the open file that holds it; raise once for all files at fault."""
+    index, weight_map = directory / INDEX, {}
     if index.exists():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
-            names = sorted(set(weight_map.values()))
+            if not all(isinstance(file, str) for file in weight_map.values()):
+                raise TypeError("weight_map does not map names to files")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
-    else:
-        names = [SINGLE]
-    tensors = {}
-    for name in names:
+    tensors, problems = {}, []
+    for name in sorted(set(weight_map.values())) or [SINGLE]:
         path = directory / name
         if not path.exists():
-            raise ValueError(
-                f"{path} does not exist; {directory} needs {SINGLE} or {INDEX} and its files"
-            )
+            problems.append(f"{name} does not exist")
+            continue
         try:
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path} is damaged or cut short ({error}); copy or download it again"
-            ) from error
+            problems.append(f"{name} is damaged or cut short ({error})")
+            continue
         tensors |= {key: file for key in file.keys()}  # noqa: SIM118 (not a dict)
-    if index.exists() and (lost := sorted(set(weight_map) - set(tensors))):
-        raise ValueError(f"{index} lists tensors that no file holds: {_some(lost)}")
+    if not problems and (lost := sorted(set(weight_map) - set(tensors))):
+        problems.append(f"{INDEX} lists tensors that no file holds: {_some(lost)}")
+    if problems:
+        raise ValueError(
+            f"the weights in {directory} cannot be read; copy or download again:\n  "
+            + "\n  ".join(problems)
+        )
     return tensors
 
 
@@ -179,7 +181,9 @@ def _pieces(cfg: TargetConfig, name: str, shapes: dict[str, tuple]) -> list[Piec
     """Return where a tensor goes; nothing for a name that the model does not have."""
     short = re.sub(r"^model\.(language_model\.)?", "", name)
     if match := _EXPERT.match(short):
-        pieces = [_expert_piece(cfg, *match.groups())]
+        layer, expert, kind = match.groups()
+        known = int(expert) < cfg.num_experts
+        pieces = [_expert_piece(cfg, layer, int(expert), kind)] if known else []
     elif match := _FUSED_PROJECTION.match(short):
         pieces = _fused_pieces(cfg, *match.groups())
     else:
@@ -192,14 +196,14 @@ def _pieces(cfg: TargetConfig, name: str, shapes: dict[str, tuple]) -> list[Piec
     return [piece for piece in pieces if piece.path in shapes]
 
 
-def _expert_piece(cfg: TargetConfig, layer: str, expert: str, kind: str) -> Piece:
+def _expert_piece(cfg: TargetConfig, layer: str, expert: int, kind: str) -> Piece:
     """Place one expert's matrix inside the fused parameter: gate rows first, then up rows."""
     width, dim = cfg.moe_intermediate_size, cfg.hidden_size
     path = f"layers.{layer}.mlp.experts."
     if kind == "down":
-        return Piece(path + "down_proj", (int(expert),), None, (dim, width))
+        return Piece(path + "down_proj", (expert,), None, (dim, width))
     rows = slice(0, width) if kind == "gate" else slice(width, 2 * width)
-    return Piece(path + "gate_up_proj", (int(expert), rows), None, (width, dim))
+    return Piece(path + "gate_up_proj", (expert, rows), None, (width, dim))
 
 
 def _fused_pieces(cfg: TargetConfig, layer: str, kind: str) -> list[Piece]:

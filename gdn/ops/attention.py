@@ -43,6 +43,7 @@ def attention(
       both float32.
     """
     grouped = _group_heads(q, k.shape[1])
+    last = jnp.minimum(last, k.shape[2] - 1)
     if k.shape[2] <= block:
         mask = jnp.arange(k.shape[2]) <= last[..., None]
         if q_segments is not None and k_segments is not None:
@@ -52,7 +53,7 @@ def attention(
         if q_segments is None or k_segments is None:
             q_segments = jnp.zeros(q.shape[:2], jnp.int32)
             k_segments = jnp.zeros((k.shape[0], k.shape[2]), jnp.int32)
-        out, lse = _long(grouped, k, v, last, q_segments, k_segments, block)
+        out, lse = _attend_blockwise(grouped, k, v, last, q_segments, k_segments, block)
     return _ungroup_heads(out), _ungroup_heads(lse[..., None])[..., 0]
 
 
@@ -128,10 +129,12 @@ def _dense(q, k, v, mask):
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _long(q, k, v, last, q_segments, k_segments, block) -> tuple[jax.Array, jax.Array]:
+def _blockwise(q, k, v, last, q_segments, k_segments, block) -> tuple[jax.Array, jax.Array]:
     """Attend blockwise over queries and keys, [B, K, G, T, H] against [B, K, S, H]."""
-    return _long_forward(q, k, v, last, q_segments, k_segments, block)[0]
+    return _blockwise_forward(q, k, v, last, q_segments, k_segments, block)[0]
+
+
+_attend_blockwise = jax.custom_vjp(_blockwise, nondiff_argnums=(6,))
 
 
 def _pad_blocks(x, block, axis, value=0):
@@ -166,7 +169,7 @@ def _query_rows(length, block):
     return min(block, max(1, 1 << (length - 1).bit_length()))
 
 
-def _long_forward(q, k, v, last, q_segments, k_segments, block):
+def _blockwise_forward(q, k, v, last, q_segments, k_segments, block):
     length, rows = q.shape[3], _query_rows(q.shape[3], block)
     keys = (_pad_blocks(k, block, 2), _pad_blocks(v, block, 2), _pad_blocks(k_segments, block, 1))
 
@@ -194,7 +197,7 @@ def _long_forward(q, k, v, last, q_segments, k_segments, block):
     return (out, lse), (q, k, v, last, q_segments, k_segments, out, lse)
 
 
-def _long_backward(block, saved, grads):
+def _blockwise_backward(block, saved, grads):
     q, k, v, last, q_segments, k_segments, out, lse = saved
     length, rows = q.shape[3], _query_rows(q.shape[3], block)
     keys = (_pad_blocks(k, block, 2), _pad_blocks(v, block, 2), _pad_blocks(k_segments, block, 1))
@@ -239,4 +242,4 @@ def _long_backward(block, saved, grads):
     )  # fmt: skip
 
 
-_long.defvjp(_long_forward, _long_backward)
+_attend_blockwise.defvjp(_blockwise_forward, _blockwise_backward)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gdn.ops.reference import document_index
+
 _HIGHEST = jax.lax.Precision.HIGHEST  # the default float32 product is TF32 on some accelerators
 
 
@@ -50,11 +52,10 @@ def gated_delta_rule_chunked(
 
     q, k = chunks(q, 1)[:, :, :, 0], chunks(k, 1)[:, :, :, 0]
     v, g, beta = chunks(v, groups), chunks(g, groups), chunks(beta, groups)
-    if segment_ids is None:
-        segment_ids = jnp.zeros((batch, length), jnp.int32)
+    documents = document_index(segment_ids, (batch, length))
     # Padding joins the last document: with g = beta = 0 it hands that document's state on
     # unchanged.
-    segments = jnp.pad(segment_ids, ((0, 0), (0, padding)), mode="edge")
+    segments = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
     segments = jnp.moveaxis(segments.reshape(batch, count, size), 1, 0)
 
     decay, enter, leave, carry = _decays(jnp.cumsum(g, axis=-1), segments)

@@ -16,7 +16,11 @@ def short_conv(
     window: Float[Array, "B W-1 E"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T E"]:
-    """Convolve a sequence; a tap that would reach into another document contributes zero."""
+    """Convolve a sequence; a tap that would reach into another document contributes zero.
+
+    Args:
+      segment_ids: from `document_index`: one id a document, none used twice.
+    """
     length, width = x.shape[1], weight.shape[1]
     extended = jnp.concatenate([window.astype(x.dtype), x], axis=1)
     if segment_ids is not None:
@@ -57,9 +61,9 @@ def _ancestor_index(tree: Tree, distance: int, width: int) -> Int[Array, "B M"]:
 
 
 def advance_window(
-    window: Float[Array, "B W-1 E"], x: Float[Array, "B T E"], count: Int[Array, " B"]
-) -> Float[Array, "B W-1 E"]:
-    """Take the last W-1 inputs of [window, first `count` rows of x]; 0 changes nothing."""
+    window: Float[Array, "B P E"], x: Float[Array, "B T E"], count: Int[Array, " B"]
+) -> Float[Array, "B P E"]:
+    """Take the last P = W-1 inputs of [window, first `count` rows of x]; 0 changes nothing."""
     extended = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
     index = count[:, None] + jnp.arange(window.shape[1])
     return jnp.take_along_axis(extended, index[..., None], axis=1)

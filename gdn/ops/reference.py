@@ -60,6 +60,13 @@ def segment_starts(
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
 
 
+def document_index(
+    segment_ids: Int[Array, "B T"] | None, shape: tuple[int, ...]
+) -> Int[Array, "B T"]:
+    """Number the documents of each row 0, 1, ...; an id that comes back is a new document."""
+    return jnp.cumsum(segment_starts(segment_ids, shape), axis=1, dtype=jnp.int32)
+
+
 def tree_delta_rule_reference(
     q: Float[Array, "B M HK DK"],
     k: Float[Array, "B M HK DK"],

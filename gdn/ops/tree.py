@@ -126,4 +126,6 @@ def commit_state(
         # the update and repeats it for every entry of the state. A second, zero node prevents that.
         k, u = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, u))
     written = jnp.einsum("bphk,bphv->bhkv", k, u, precision=_HIGHEST)
-    return jnp.exp(last[:, 0])[..., None, None] * state + written
+    advanced = jnp.exp(last[:, 0])[..., None, None] * state + written
+    # Times 1 plus 0 would still turn -0.0 into 0.0.
+    return jnp.where(accepted[:, :1, None, None], advanced, state)

@@ -1,0 +1,101 @@
+"""Continue a prompt: `python decode.py --config configs/tiny.yaml prompt="def f(n):"`.
+
+Parses, builds, prints. With `target=DIR` it loads a Hugging Face directory and its tokenizer;
+without, it makes a byte-level model with random weights, whose text means nothing.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, load_config
+from eagle3.decoding.generate import generate_greedy
+from gdn import HybridLM, TargetConfig, load_pretrained
+
+
+class ByteTokenizer:
+    """One token a byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class FileTokenizer:
+    """The `tokenizer.json` of a checkpoint."""
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; copy the tokenizer next to the weights")
+        self.tokenizer = Tokenizer.from_file(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+
+def generated_target(shape: GeneratedTarget, dtype) -> HybridLM:
+    """Make a random model of Qwen3.5's proportions over the 256 bytes."""
+    width, layers = shape.hidden_size, shape.num_hidden_layers
+    kinds = tuple("linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers))
+    cfg = TargetConfig(
+        model_type="qwen3_5_text", vocab_size=256, hidden_size=width, num_hidden_layers=layers,
+        intermediate_size=3 * width, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=width // 2, layer_types=kinds, rope_theta=1e7, partial_rotary_factor=0.25,
+        rms_norm_eps=1e-6, max_position_embeddings=4096, tie_word_embeddings=True,
+        norm_unit_offset=True, qk_norm=True, attn_output_gate=True, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=width // 4, linear_value_head_dim=width // 4,
+        bos_token_id=None, pad_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    return HybridLM(cfg, dtype=dtype, rngs=nnx.Rngs(shape.seed))
+
+
+def run(config: DecodeConfig) -> None:
+    """Decode and print the text, then how fast it came."""
+    dtype = jnp.dtype(config.dtype)
+    if config.target is None:
+        model, tokenizer = generated_target(config.generated, dtype), ByteTokenizer()
+        print("random weights: this text means nothing", file=sys.stderr)
+    else:
+        model = load_pretrained(config.target, dtype)
+        tokenizer = FileTokenizer(Path(config.target) / "tokenizer.json")
+    ids = tokenizer.encode(config.prompt)
+    longest = model.cfg.max_position_embeddings
+    if not ids or len(ids) + config.max_new_tokens > longest:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens; it needs at least one, and with max_new_tokens"
+            f" ({config.max_new_tokens}) at most the {longest} positions of the target"
+        )
+    prompt, lengths = jnp.array([ids], jnp.int32), jnp.array([len(ids)], jnp.int32)
+    eos = model.cfg.eos_token_ids
+    generate_greedy(model, prompt, lengths, config.max_new_tokens, eos)  # compiles
+    start = time.perf_counter()
+    tokens, counts = generate_greedy(model, prompt, lengths, config.max_new_tokens, eos)
+    new = np.asarray(tokens)[0, : int(counts[0])].tolist()
+    seconds = time.perf_counter() - start
+    print(config.prompt + tokenizer.decode(new))
+    print(f"{len(new)} tokens, {len(new) / seconds:.1f} tokens/s with the prompt", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; bad input is one line on stderr and exit status 2."""
+    try:
+        run(load_config(DecodeConfig, argv))
+    except (ConfigError, ValueError) as error:
+        print(f"decode.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

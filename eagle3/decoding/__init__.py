@@ -1,0 +1,1 @@
+"""Decoding loops on the device."""
