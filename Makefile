@@ -35,7 +35,7 @@ lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
 	$(PY) -m pyright --pythonpath $(PY)
 
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed-parity
 	@set -e; for script in benchmarks/*.py; do \
 		if [ ! -f "$$script" ]; then echo "no scripts in benchmarks/" >&2; exit 1; fi; \
 		echo "$$script"; $(PY) "$$script"; \

@@ -4,6 +4,7 @@ Parses, builds, prints. With `target=DIR` it loads a Hugging Face directory and 
 without, it makes a byte-level model with random weights, whose text means nothing.
 """
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -35,7 +36,10 @@ class FileTokenizer:
 
         if not path.exists():
             raise ConfigError(f"{path} does not exist; copy the tokenizer next to the weights")
-        self.tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids
@@ -88,10 +92,12 @@ def run(config: DecodeConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; bad input is one line on stderr and exit status 2."""
+    """Run; bad input is one message on stderr and exit status 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("gdn").setLevel(logging.INFO)  # what a checkpoint holds that was skipped
     try:
         run(load_config(DecodeConfig, argv))
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:
         print(f"decode.py: {error}", file=sys.stderr)
         return 2
     return 0

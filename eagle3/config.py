@@ -53,8 +53,10 @@ class DecodeConfig:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}, it must be at least 1")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype is {self.dtype!r}, it must be float32 or bfloat16")
-        if self.generated.num_hidden_layers < 4 or self.generated.hidden_size < 32:
-            raise ConfigError("generated needs num_hidden_layers >= 4 and hidden_size >= 32")
+        if self.generated.num_hidden_layers < 4:
+            raise ConfigError("generated.num_hidden_layers must be at least 4")
+        if self.generated.hidden_size < 32 or self.generated.hidden_size % 32:
+            raise ConfigError("generated.hidden_size must be a multiple of 32")
 
 
 def load_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
@@ -80,7 +82,7 @@ def load_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
         config = OmegaConf.to_object(merged)
     except FileNotFoundError as error:
         raise ConfigError(f"config file {args.config} does not exist") from error
-    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
         raise ConfigError(f"{args.config}: {' '.join(str(error).split())}") from error
     assert isinstance(config, cls)
     return config

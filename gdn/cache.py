@@ -3,7 +3,8 @@ it.
 
 Attention layers keep keys and values per token (`KVCache`), Gated DeltaNet layers a state of fixed
 size (`RecurrentState`). Caches are immutable pytrees: they go in, new ones come out. Rows of a
-batch have their own lengths. Slots at or beyond a row's length are never read.
+batch have their own lengths. Slots at or beyond a row's length hold zeros or old, finite rows, and
+get no weight.
 """
 
 from typing import NamedTuple
@@ -50,7 +51,7 @@ class RecurrentUpdate(NamedTuple):
 
     k: Float[Array, "B M HK DK"]
     u: Float[Array, "B M HV DV"]
-    path_decay: Float[Array, "B M HV"]
+    g: Float[Array, "B M HV"]
     conv: Float[Array, "B M E"]
 
 
@@ -157,5 +158,5 @@ def _commit_kv(entry: KVCache, update: KVUpdate, path, lengths, count) -> KVCach
 def _commit_recurrent(
     entry: RecurrentState, update: RecurrentUpdate, path, count
 ) -> RecurrentState:
-    state = commit_state(entry.state, update.k, update.u, update.path_decay, path)
+    state = commit_state(entry.state, update.k, update.u, update.g, path)
     return RecurrentState(state, advance_window(entry.conv, _take_nodes(update.conv, path), count))

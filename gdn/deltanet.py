@@ -53,8 +53,8 @@ class GatedDeltaNet(nnx.Module):
             assert entry is not None
             mixed = short_conv_tree(inputs, weight, entry.conv, context.tree)
             q, k, v, g, beta = self._rule_inputs(x, mixed)
-            out, u, path_decay = tree_delta_rule(q, k, v, g, beta, entry.state, context.tree)
-            return self._output(x, out), RecurrentUpdate(k, u, path_decay, inputs)
+            out, u = tree_delta_rule(q, k, v, g, beta, entry.state, context.tree)
+            return self._output(x, out), RecurrentUpdate(k, u, g, inputs)
         if isinstance(context, PackedContext):
             state, window = self._empty(x)
             mixed = short_conv(inputs, weight, window, context.segment_ids)
@@ -67,6 +67,7 @@ class GatedDeltaNet(nnx.Module):
         real = (jnp.arange(x.shape[1]) < context.lengths[:, None])[..., None]
         g, beta = jnp.where(real, g, 0.0), jnp.where(real, beta, 0.0)
         out, state = gated_delta_rule(q, k, v, g, beta, entry.state)
+        # Exactly, also for -0.0, where a row was given no token.
         state = jnp.where((context.lengths > 0)[:, None, None, None], state, entry.state)
         window = advance_window(entry.conv, inputs, context.lengths)
         return self._output(x, out), RecurrentState(state, window)
@@ -81,7 +82,7 @@ class GatedDeltaNet(nnx.Module):
         """Split the convolved channels into heads, normalise q and k, and compute the gates."""
         cfg = self.cfg
         keys = cfg.linear_num_key_heads * cfg.linear_key_head_dim
-        q, k, v = jnp.split(jax.nn.silu(mixed.astype(jnp.float32)), (keys, 2 * keys), axis=-1)
+        q, k, v = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=-1)
         q, k = (y.reshape(*x.shape[:2], -1, cfg.linear_key_head_dim) for y in (q, k))
         v = v.reshape(*x.shape[:2], -1, cfg.linear_value_head_dim)
         beta = jax.nn.sigmoid(linear(x, self.in_proj_b[...], jnp.float32))

@@ -123,9 +123,16 @@ class HybridLM(nnx.Module):
         Args:
           lengths: real tokens of each row, 0..T; a row of 0 keeps its cache bit for bit.
           chunk_size: tokens per pass, to bound memory; the result does not depend on it.
+
+        Raises:
+          ValueError: `tokens` has no column, or `chunk_size` is below 1.
         """
         batch, length = tokens.shape
-        size = min(chunk_size or length, length)
+        size = min(chunk_size if chunk_size is not None else length, length)
+        if size < 1:
+            raise ValueError(
+                f"prefill needs T >= 1 and chunk_size >= 1, got {length} and {chunk_size}"
+            )
         count = -(-length // size)
         tokens = jnp.pad(tokens, ((0, 0), (0, count * size - length)))
 

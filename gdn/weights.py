@@ -29,7 +29,7 @@ from gdn.model import HybridLM
 log = logging.getLogger(__name__)
 
 SKIPPED = re.compile(r"mtp\.|(model\.)?visual\.|.*\.rotary_emb\.inv_freq$")
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _LAYER = r"layers\.(\d+)\."
 _MLP = _LAYER + r"mlp\."
 _PROJ = r"((?:gate|up|down)_proj)\.weight"
@@ -96,6 +96,10 @@ def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
 def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
     """Map each tensor name to the open file that holds it; raise once for all files at fault."""
     index, weight_map = directory / INDEX, {}
+    if index.exists() and (directory / SINGLE).exists():
+        raise ValueError(
+            f"{directory} holds both {SINGLE} and {INDEX}; remove the one that is stale"
+        )
     if index.exists():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
@@ -114,7 +118,8 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
         except (SafetensorError, OSError) as error:
             problems.append(f"{name} is damaged or cut short ({error})")
             continue
-        tensors |= {key: file for key in file.keys()}  # noqa: SIM118 (not a dict)
+        # The index decides which of two files a tensor is read from, as elsewhere.
+        tensors |= {key: file for key in file.keys() if weight_map.get(key, name) == name}
     if not problems and (lost := sorted(set(weight_map) - set(tensors))):
         problems.append(f"{INDEX} lists tensors that no file holds: {_some(lost)}")
     if problems:
@@ -128,7 +133,7 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
 def _plan(cfg, tensors, shapes: dict[str, tuple], directory: Path) -> dict[str, list[Piece]]:
     """Decide where every tensor goes; raise once with everything that does not fit."""
     plan, skipped, unexpected, misshapen = {}, [], [], []
-    covered = dict.fromkeys(shapes, 0)
+    covered, placed, doubled = dict.fromkeys(shapes, 0), set(), []
     for name, file in tensors.items():
         if SKIPPED.match(name) or (name == "lm_head.weight" and cfg.tie_word_embeddings):
             skipped.append(name)
@@ -143,16 +148,20 @@ def _plan(cfg, tensors, shapes: dict[str, tuple], directory: Path) -> dict[str, 
             misshapen.append(f"{name} is {kind} {found}, not floating-point {pieces[0].shape}")
         plan[name] = pieces
         for piece in pieces:
-            covered[piece.path] += _size(shapes[piece.path], piece.where)
+            place = (piece.path, str(piece.where))
+            if place in placed:
+                doubled.append(name)
+            else:
+                placed.add(place)
+                covered[piece.path] += _size(shapes[piece.path], piece.where)
     missing = [path for path, count in covered.items() if count < math.prod(shapes[path])]
-    doubled = [path for path, count in covered.items() if count > math.prod(shapes[path])]
     problems = [
         f"{kind} ({len(names)}): {_some(names)}"
         for kind, names in (
             ("missing parameters", missing),
             ("unexpected tensors", unexpected),
             ("misshapen tensors", misshapen),
-            ("parameters stored twice", doubled),
+            ("tensors that are there under two names", doubled),
         )
         if names
     ]
@@ -259,7 +268,10 @@ def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict) -> dict[str
 
 
 def save_pretrained(model: HybridLM, directory: str | Path, max_shard_bytes: int = 5 << 30) -> None:
-    """Write config and weights as transformers reads them; each file appears whole or not at all.
+    """Write config and weights as transformers reads them.
+
+    Old and new data never mix in silence: all files are written aside first, and while they take
+    their names the folder has no `config.json`, without which nobody reads it.
 
     Args:
       max_shard_bytes: larger models are split into numbered files with an index.
@@ -289,11 +301,12 @@ def save_pretrained(model: HybridLM, directory: str | Path, max_shard_bytes: int
                 directory, INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
             )
         )
-    files.append(_write_json(directory, "config.json", model.cfg.to_hf()))
-    # All data is on the disk before the first name changes.
+    _write_json(directory, CONFIG, model.cfg.to_hf())
+    (directory / CONFIG).unlink(missing_ok=True)
     for file in files:
         os.replace(directory / (file + ".tmp"), directory / file)
     _remove_stale(directory, set(files))
+    os.replace(directory / (CONFIG + ".tmp"), directory / CONFIG)
 
 
 def _write_json(directory: Path, file: str, data: dict) -> str:
@@ -304,7 +317,7 @@ def _write_json(directory: Path, file: str, data: dict) -> str:
 def _remove_stale(directory: Path, current: set[str]) -> None:
     """Remove weight files of an earlier save, which a reader might take for ours."""
     for path in directory.iterdir():
-        ours = re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path.name)
+        ours = re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?(\.tmp)?", path.name)
         if ours and path.name not in current:
             path.unlink()
 

@@ -86,7 +86,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
         ("dtype=int3", "float32 or bfloat16"),
         ("prompt=''", "prompt is empty"),
         ("promt=x", "Did you mean: 'prompt'"),
-        ("generated.hidden_size=8", "hidden_size >= 32"),
+        ("generated.hidden_size=40", "multiple of 32"),
     ],
 )
 def test_a_bad_value_is_one_error_that_names_it(tmp_path, override, names):

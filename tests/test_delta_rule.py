@@ -50,6 +50,13 @@ def correlated(cosine):
     return q, float32(k), v, np.full_like(g, -1e-4), np.full_like(beta, 0.999), state
 
 
+def uneven():
+    """Draw inputs whose decay is fast for most of each chunk and slow at its end."""
+    q, k, v, g, beta, state = draw()
+    fast = (np.arange(LENGTH) % 32 < 24)[:, None]
+    return q, k, v, float32(np.where(fast, -60.0, 1e-2 * g)), beta, state
+
+
 def cut(inputs, start, stop):
     """Take tokens start..stop-1 of q, k, v, g and beta."""
     return tuple(x[:, start:stop] for x in inputs[:5])
@@ -233,3 +240,7 @@ def test_dispatcher_runs_what_it_is_told_and_refuses_other_names():
     assert named == program(gated_delta_rule_reference) != program(gated_delta_rule)
     with pytest.raises(ValueError, match="'chunky' is not one of.*chunked.*reference"):
         program(gated_delta_rule, implementation="chunky")
+
+
+def test_a_slow_decay_keeps_its_digits_after_a_fast_one():
+    assert_close(chunked(*uneven()), reference(*uneven()))

@@ -89,20 +89,26 @@ def test_chain_tree_is_the_tree_of_a_chain(tree):
 
 
 def test_tree_rule_reads_what_the_recurrence_reads_along_every_path(tree):
-    out, _, path_decay = tree_rule(*draw(), tree)
-    assert_close(out, per_node(*draw(), PARENTS)[0])
-    g = float64(draw()[3])
-    for row, node in np.ndindex(ROWS, NODES):
-        expected = g[row, path_to(PARENTS[row], node)].sum(axis=0)
-        np.testing.assert_allclose(path_decay[row, node], expected, rtol=1e-6)
+    assert_close(tree_rule(*draw(), tree)[0], per_node(*draw(), PARENTS)[0])
+
+
+def test_a_slow_decay_keeps_its_digits_after_a_fast_one(tree):
+    q, k, v, g, beta, state = draw()
+    g = np.where(tree.depth[..., None] < 3, -60.0, 1e-3 * g).astype(np.float32)
+    out, u = tree_rule(q, k, v, g, beta, state, tree)
+    expected, states = per_node(q, k, v, g, beta, state, PARENTS)
+    assert_close(out, expected)
+    for node in (5, NODES - 1):
+        found = commit(state, k, u, g, padded_paths([node] * ROWS))
+        assert_close(found, np.asarray(states)[:, node])
 
 
 def test_commit_state_is_the_state_after_each_node(tree):
     *inputs, state = draw()
     _, states = per_node(*inputs, state, PARENTS)
-    _, u, path_decay = tree_rule(*inputs, state, tree)
+    _, u = tree_rule(*inputs, state, tree)
     for node in range(NODES):
-        found = commit(state, inputs[1], u, path_decay, padded_paths([node] * ROWS))
+        found = commit(state, inputs[1], u, inputs[3], padded_paths([node] * ROWS))
         assert_close(found, np.asarray(states)[:, node])
 
 
@@ -112,11 +118,11 @@ def test_a_deep_chain_of_one_repeated_token_loses_no_digits(tree, beta):
     q, k, v, _, _, state = draw()
     k = np.broadcast_to(k[:, :1], k.shape)
     g, beta = np.full(v.shape[:3], -1e-4, np.float32), np.full(v.shape[:3], beta, np.float32)
-    out, u, path_decay = tree_rule(q, k, v, g, beta, state, tree)
+    out, u = tree_rule(q, k, v, g, beta, state, tree)
     expected, states = per_node(q, k, v, g, beta, state, PARENTS)
     assert_close(out, expected)
     leaves = [NODES - 1] * 3 + [REAL - 1]
-    found = commit(state, k, u, path_decay, padded_paths(leaves))
+    found = commit(state, k, u, g, padded_paths(leaves))
     assert_close(found, np.asarray(states)[np.arange(ROWS), leaves])
 
 
@@ -156,13 +162,13 @@ def test_padded_nodes_change_nothing(tree):
 
 def test_nan_in_a_rejected_node_never_enters_the_state(tree):
     *inputs, state = draw()
-    _, u, path_decay = tree_rule(*inputs, state, tree)
+    _, u = tree_rule(*inputs, state, tree)
     path = padded_paths([17, 30, 12, 8])
     path[1] = -1
     rejected = np.ones((ROWS, NODES), bool)
     for row, nodes in enumerate(path):
         rejected[row, nodes[nodes >= 0]] = False
-    stash = [np.asarray(x) for x in (inputs[1], u, path_decay)]
+    stash = [np.asarray(x) for x in (inputs[1], u, inputs[3])]
     poisoned = [np.copy(x) for x in stash]
     for x in poisoned:
         x[rejected] = np.nan
@@ -175,9 +181,9 @@ def test_nan_in_a_rejected_node_never_enters_the_state(tree):
 def test_an_empty_path_keeps_the_state_bit_for_bit(tree):
     *inputs, state = draw()
     state[0, 0, 0, :3] = 1e30, -1e-30, 0.0
-    _, u, path_decay = tree_rule(*inputs, state, tree)
+    _, u = tree_rule(*inputs, state, tree)
     nothing = np.full((ROWS, NODES), -1, np.int32)
-    assert_same_bits(commit(state, inputs[1], u, path_decay, nothing), state)
+    assert_same_bits(commit(state, inputs[1], u, inputs[3], nothing), state)
 
 
 def draw_conv():

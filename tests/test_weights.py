@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -222,7 +223,7 @@ A_LOG = "model.layers.0.linear_attn.A_log"
         ),
         (
             lambda t: t.update({"model.language_model.norm.weight": t["model.norm.weight"]}),
-            [r"parameters stored twice \(1\): norm.weight"],
+            [r"tensors that are there under two names \(1\): \S*norm.weight"],
         ),
         (
             lambda t: t.update(
@@ -241,7 +242,7 @@ A_LOG = "model.layers.0.linear_attn.A_log"
                 rf"{A_LOG} is F32 \(64, 32\)",
                 rf"{CONV} is F32 \(80, 2, 4\)",
                 rf"{Q_PROJ} is I8 \(128, 32\)",
-                r"parameters stored twice \(1\): norm.weight",
+                r"tensors that are there under two names \(1\): \S*norm.weight",
             ],
         ),
     ],
@@ -356,3 +357,42 @@ def test_an_unknown_model_type_is_named_with_what_is_supported(hybrid_dir):
 def test_a_missing_directory_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere"):
         load_pretrained(tmp_path / "nowhere")
+
+
+def test_an_expert_under_two_names_does_not_stand_for_a_missing_one(tmp_path):
+    directory = Path(shutil.copytree(GOLDEN / "qwen3_next", tmp_path / "next"))
+    tensors = load_file(directory / SINGLE)
+    name = "model.layers.0.mlp.experts.{}.down_proj.weight"
+    del tensors[name.format(1)]
+    tensors[name.format(0).replace("model.", "model.language_model.")] = tensors[name.format(0)]
+    save_file(tensors, directory / SINGLE)
+    with pytest.raises(ValueError, match=r"(?s)missing .*down_proj.*under two names \(1\)"):
+        load_pretrained(directory)
+
+
+def test_a_single_file_beside_an_index_is_refused(sharded_dir):
+    shutil.copy(GOLDEN / "qwen3_5" / SINGLE, sharded_dir)
+    with pytest.raises(ValueError, match="holds both model.safetensors and .*index.json"):
+        load_pretrained(sharded_dir)
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 3])
+def test_an_interrupted_save_never_mixes_old_and_new_weights(sharded_dir, monkeypatch, stop_after):
+    replace, calls = os.replace, []
+
+    def killed(source, target):
+        calls.append(target)
+        if len(calls) > stop_after:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(random_model(HYBRID, seed=1), sharded_dir, max_shard_bytes=20_000)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="config.json"):
+        load_pretrained(sharded_dir)
+    model = random_model(HYBRID, seed=1)
+    save_pretrained(model, sharded_dir)  # a later save mends it and leaves no remains
+    assert_same_bits(parameters(load_pretrained(sharded_dir)), parameters(model))
+    assert {path.name for path in sharded_dir.iterdir()} == {"config.json", SINGLE}

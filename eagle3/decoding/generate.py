@@ -27,8 +27,10 @@ def generate_greedy(
       eos_token_ids: a row ends with the first of these; it is the last token that is returned.
 
     Returns:
-      The new tokens, and how many of each row count.
+      The new tokens, zeros after the end of a row, and how many of each row count.
     """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
     graphdef, params = nnx.split(model)
     params = nnx.to_pure_dict(params)
     return _generate(graphdef, params, prompts, lengths, max_new_tokens, eos_token_ids)

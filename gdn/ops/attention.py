@@ -42,6 +42,8 @@ def attention(
       Values (zero where nothing is visible) and the log of the softmax denominator (-inf there),
       both float32.
     """
+    if (q_segments is None) != (k_segments is None):
+        raise ValueError("q_segments and k_segments go together: give both or neither")
     grouped = _group_heads(q, k.shape[1])
     last = jnp.minimum(last, k.shape[2] - 1)
     if k.shape[2] <= block:

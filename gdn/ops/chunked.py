@@ -1,7 +1,7 @@
 """The gated delta rule in chunks: matrix products inside a chunk, a scan between chunks.
 
 The WY form of arXiv 2412.06464, section 3.3, for training and prefill. Inside a chunk of C tokens
-with cumulative log decay G (which restarts at every chunk, so differences never lose digits):
+with cumulative log decay G, which starts again at every chunk:
 
     D_ij = exp(G_i - G_j) for j <= i           A = strict_lower(beta_i (k_i . k_j) D_ij)
     U = (I + A)^-1 beta (V - exp(G) K S)       O = exp(G) Q S + (Q K^T * D) U
@@ -58,7 +58,7 @@ def gated_delta_rule_chunked(
     segments = jnp.pad(documents, ((0, 0), (0, padding)), mode="edge")
     segments = jnp.moveaxis(segments.reshape(batch, count, size), 1, 0)
 
-    decay, enter, leave, carry = _decays(jnp.cumsum(g, axis=-1), segments)
+    decay, enter, leave, carry = _decays(g, segments)
     keys_keys = jnp.einsum("nbhik,nbhjk->nbhij", k, k, precision=_HIGHEST)[:, :, :, None]
     keys_queries = jnp.einsum("nbhik,nbhjk->nbhij", q, k, precision=_HIGHEST)[:, :, :, None]
     strict = jnp.tril(jnp.ones((size, size), bool), -1)
@@ -66,46 +66,45 @@ def gated_delta_rule_chunked(
     solve = unit_lower_inverse(A) * beta[..., None, :]
     mix = keys_queries * decay
 
-    def step(S, chunk):
-        q_c, k_c, v_c, solve_c, mix_c, enter_c, leave_c, carry_c = chunk
-        reads = (
-            jnp.einsum(
-                "bhik,bhrkv->bhriv", jnp.concatenate([k_c, q_c], axis=2), S, precision=_HIGHEST
-            )
-            * jnp.concatenate([enter_c, enter_c], axis=-1)[..., None]
-        )
-        known, old = reads[..., :size, :], reads[..., size:, :]
-        u = jnp.einsum("bhrij,bhrjv->bhriv", solve_c, v_c - known, precision=_HIGHEST)
-        out = old + jnp.einsum("bhrij,bhrjv->bhriv", mix_c, u, precision=_HIGHEST)
-        written = jnp.einsum("bhjk,bhrjv->bhrkv", k_c, leave_c[..., None] * u, precision=_HIGHEST)
-        return carry_c[..., None, None] * S + written, out
-
     S = state.astype(jnp.float32).reshape(batch, key_heads, groups, key_dim, value_dim)
-    S, out = jax.lax.scan(step, S, (q, k, v, solve, mix, enter, leave, carry))
+    S, out = jax.lax.scan(_run_chunk, S, (q, k, v, solve, mix, enter, leave, carry))
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, count * size, value_heads, value_dim)
     return out[:, :length], S.reshape(state.shape)
 
 
-def _decays(G: Float[Array, "N B HK R C"], segments: Int[Array, "N B C"]):
-    """Give the decay between two tokens, from the entering state, to the leaving one, and of the
-    state.
+def _run_chunk(S, chunk):
+    """Take the state through one chunk: what depends on the state and nothing else."""
+    q, k, v, solve, mix, enter, leave, carry = chunk
+    keys_queries = jnp.concatenate([k, q], axis=2)
+    reads = jnp.einsum("bhik,bhrkv->bhriv", keys_queries, S, precision=_HIGHEST)
+    known, old = jnp.split(reads, 2, axis=3)
+    target = v - enter[..., None] * known
+    u = jnp.einsum("bhrij,bhrjv->bhriv", solve, target, precision=_HIGHEST)
+    new = jnp.einsum("bhrij,bhrjv->bhriv", mix, u, precision=_HIGHEST)
+    written = jnp.einsum("bhjk,bhrjv->bhrkv", k, leave[..., None] * u, precision=_HIGHEST)
+    return carry[..., None, None] * S + written, enter[..., None] * old + new
 
-    Every factor is zero across a document border. The exponent is masked before `exp`: for j > i it
-    may overflow, and a mask afterwards would leave NaN gradients.
+
+def _decays(g: Float[Array, "N B HK R C"], segments: Int[Array, "N B C"]):
+    """Return four factors: token to token, entering state to token, token to end, state to end.
+
+    Every factor is zero across a document border. The exponent between two tokens is summed over
+    the tokens between them: as G_i - G_j it would lose the digits of a slow decay after a fast one.
     """
-    size = G.shape[-1]
+    size = g.shape[-1]
+    step = jnp.arange(size)
+    between = (step[:, None, None] >= step) & (step > step[:, None])  # [i, j, l]: j < l <= i
+    exponent = jnp.einsum("nbhrl,ijl->nbhrij", g, between.astype(g.dtype), precision=_HIGHEST)
+
     entering = jnp.concatenate([segments[:1, :, 0], segments[:-1, :, -1]])[..., None]
     leaving = segments[..., -1:]
     pairs = segments[..., :, None] == segments[..., None, :]
-    pairs = (pairs & jnp.tril(jnp.ones((size, size), bool)))[:, :, None, None]
-
-    def masked_exp(exponent, mask):
-        return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
-
-    decay = masked_exp(G[..., :, None] - G[..., None, :], pairs)
-    enter = masked_exp(G, (segments == entering)[:, :, None, None])
-    leave = masked_exp(G[..., -1:] - G, (segments == leaving)[:, :, None, None])
-    carry = masked_exp(G[..., -1], (entering == leaving)[:, :, None])
+    pairs = (pairs & (step[:, None] >= step))[:, :, None, None]
+    decay = jnp.where(pairs, jnp.exp(exponent), 0.0)
+    enter = jnp.exp(jnp.cumsum(g, axis=-1))
+    leave = jnp.where((segments == leaving)[:, :, None, None], decay[..., -1, :], 0.0)
+    carry = jnp.where((entering == leaving)[:, :, None], enter[..., -1], 0.0)
+    enter = jnp.where((segments == entering)[:, :, None, None], enter, 0.0)
     return decay, enter, leave, carry
 
 

@@ -4,6 +4,7 @@ Tap W-1 multiplies the current token, tap 0 the one W-1 tokens before it. What l
 token is the committed window: the last W-1 inputs, oldest first, zeros at the start of a text.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -16,7 +17,7 @@ def short_conv(
     window: Float[Array, "B W-1 E"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T E"]:
-    """Convolve a sequence; a tap that would reach into another document contributes zero.
+    """Convolve a sequence in float32; a tap that reaches into another document adds zero.
 
     Args:
       segment_ids: from `document_index`: one id a document, none used twice.
@@ -25,9 +26,9 @@ def short_conv(
     extended = jnp.concatenate([window.astype(x.dtype), x], axis=1)
     if segment_ids is not None:
         segment_ids = jnp.pad(segment_ids, ((0, 0), (width - 1, 0)), mode="edge")
-    out = x * weight[:, -1].astype(x.dtype)
-    for tap in range(width - 1):
-        term = extended[:, tap : tap + length] * weight[:, tap].astype(x.dtype)
+    out = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(width):
+        term = _tap(extended[:, tap : tap + length], weight, tap)
         if segment_ids is not None:
             same = segment_ids[:, tap : tap + length] == segment_ids[:, width - 1 :]
             term = jnp.where(same[..., None], term, 0.0)
@@ -41,15 +42,19 @@ def short_conv_tree(
     window: Float[Array, "B W-1 E"],
     tree: Tree,
 ) -> Float[Array, "B M E"]:
-    """Convolve each node with its own W-1 nearest ancestors, then with the committed window."""
+    """Convolve each node with its own W-1 nearest ancestors, then with the window, in float32."""
     batch, width = x.shape[0], weight.shape[1]
     extended = jnp.concatenate([window.astype(x.dtype), x], axis=1)
     rows = jnp.arange(batch)[:, None]
-    out = x * weight[:, -1].astype(x.dtype)
-    for distance in range(1, width):
-        above = extended[rows, _ancestor_index(tree, distance, width)]
-        out = out + above * weight[:, -1 - distance].astype(x.dtype)
+    out = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(width):  # in the order of `short_conv`, for the same rounding
+        above = extended[rows, _ancestor_index(tree, width - 1 - tap, width)]
+        out = out + _tap(above, weight, tap)
     return out
+
+
+def _tap(x: jax.Array, weight: Float[Array, "E W"], tap: int) -> jax.Array:
+    return x.astype(jnp.float32) * weight[:, tap].astype(jnp.float32)
 
 
 def _ancestor_index(tree: Tree, distance: int, width: int) -> Int[Array, "B M"]:

@@ -58,33 +58,36 @@ def tree_delta_rule(
     beta: Float[Array, "B M HV"],
     state: Float[Array, "B HV DK DV"],
     tree: Tree,
-) -> tuple[Float[Array, "B M HV DV"], Float[Array, "B M HV DV"], Float[Array, "B M HV"]]:
+) -> tuple[Float[Array, "B M HV DV"], Float[Array, "B M HV DV"]]:
     """Read every node of a tree from one committed state, float32 throughout.
 
     Returns:
-      The read of each node; its write u; its path's log decay G. `commit_state` needs k, u and G.
+      The read of each node, and its write u: what `commit_state` needs beside k and g.
     """
     nodes, groups = k.shape[1], v.shape[2] // k.shape[2]
     q, k, v, g, beta, state = (x.astype(jnp.float32) for x in (q, k, v, g, beta, state))
-    path_decay = jnp.einsum("bij,bjh->bih", tree.ancestors.astype(g.dtype), g, precision=_HIGHEST)
+    above = tree.ancestors[:, None].astype(g.dtype)
+    weighted = above * g.swapaxes(1, 2)[:, :, None]  # [B, HV, i, l]: g_l where l is above i
+    # Summed over the nodes between i and j: G_i - G_j would lose the digits of slow decays.
+    exponent = jnp.einsum("bhil,bhjl->bhij", weighted, 1.0 - above, precision=_HIGHEST)
 
     keys_queries = jnp.concatenate([k, q], axis=1).swapaxes(1, 2)  # [B, HK, 2M, DK]
     products = jnp.einsum("bhik,bhjk->bhij", keys_queries, k.swapaxes(1, 2), precision=_HIGHEST)
     # Value heads that share a key head repeat its few rows here, which spares a transposed state.
     keys_queries, products = (jnp.repeat(x, groups, axis=1) for x in (keys_queries, products))
     reads = jnp.einsum("bhik,bhkv->bhiv", keys_queries, state, precision=_HIGHEST)
-    G, beta, v = path_decay.swapaxes(1, 2), beta.swapaxes(1, 2)[..., None], v.swapaxes(1, 2)
-    scale = jnp.exp(G)[..., None]
+    beta, v = beta.swapaxes(1, 2)[..., None], v.swapaxes(1, 2)
+    scale = jnp.exp(weighted.sum(-1, keepdims=True))
     u = beta * (v - scale * reads[:, :, :nodes])
     ancestors = tree.ancestors[:, None]
-    decay = jnp.exp(jnp.where(ancestors, G[..., :, None] - G[..., None, :], -jnp.inf))
+    decay = jnp.where(ancestors, jnp.exp(exponent), 0.0)
     if nodes > 1:
         strict = ancestors & ~jnp.eye(nodes, dtype=bool)
         A = jnp.where(strict, beta * products[:, :, :nodes] * decay, 0.0)
         u = _solve_levels(A, u, jnp.max(jnp.sum(tree.ancestors, -1)) - 1)
     mix = products[:, :, nodes:] * decay
     out = scale * reads[:, :, nodes:] + jnp.einsum("bhij,bhjv->bhiv", mix, u, precision=_HIGHEST)
-    return out.swapaxes(1, 2), u.swapaxes(1, 2), path_decay
+    return out.swapaxes(1, 2), u.swapaxes(1, 2)
 
 
 def _solve_levels(A, right, levels):
@@ -104,7 +107,7 @@ def commit_state(
     state: Float[Array, "B HV DK DV"],
     k: Float[Array, "B M HK DK"],
     u: Float[Array, "B M HV DV"],
-    path_decay: Float[Array, "B M HV"],
+    g: Float[Array, "B M HV"],
     path: Int[Array, "B P"],
 ) -> Float[Array, "B HV DK DV"]:
     """Advance the state along an accepted path: one update of rank m, m the accepted nodes.
@@ -116,16 +119,18 @@ def commit_state(
     batch, _, value_heads, _ = u.shape
     accepted = path >= 0
     rows, index = jnp.arange(batch)[:, None], jnp.maximum(path, 0)
-    k, u, G = (jnp.where(accepted.reshape(*path.shape, *(1,) * (x.ndim - 2)), x[rows, index], 0.0)
-               for x in (k, u, path_decay))  # fmt: skip
-    last = jnp.take_along_axis(G, jnp.maximum(accepted.sum(1) - 1, 0)[:, None, None], axis=1)
-    u = u * jnp.exp(last - G)[..., None]
+    k, u, g = (jnp.where(accepted.reshape(*path.shape, *(1,) * (x.ndim - 2)), x[rows, index], 0.0)
+               for x in (k, u, g))  # fmt: skip
+    # Sums of g from the end of the path backwards: from each node on, then after each node.
+    onwards = jnp.flip(jnp.cumsum(jnp.flip(g, 1), axis=1), 1)
+    after = jnp.pad(onwards[:, 1:], ((0, 0), (0, 1), (0, 0)))
+    u = u * jnp.exp(after)[..., None]
     k = jnp.repeat(k, value_heads // k.shape[2], axis=2)
     if path.shape[1] == 1:
         # A sum over one node would not stay a product: XLA fuses the node's whole computation into
         # the update and repeats it for every entry of the state. A second, zero node prevents that.
         k, u = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, u))
     written = jnp.einsum("bphk,bphv->bhkv", k, u, precision=_HIGHEST)
-    advanced = jnp.exp(last[:, 0])[..., None, None] * state + written
+    advanced = jnp.exp(onwards[:, 0])[..., None, None] * state + written
     # Times 1 plus 0 would still turn -0.0 into 0.0.
     return jnp.where(accepted[:, :1, None, None], advanced, state)
