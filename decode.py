@@ -1,7 +1,8 @@
 """Continue a prompt: `python decode.py --config configs/tiny.yaml prompt="def f(n):"`.
 
-Parses, builds, prints. With `target=DIR` it loads a Hugging Face directory and its tokenizer;
-without, it makes a byte-level model with random weights, whose text means nothing.
+Parses, builds, prints. With `target=DIR` it loads a Hugging Face directory and its tokenizer
+(a target over the 256 bytes needs none); without, it makes a byte-level model with random weights,
+whose text means nothing.
 """
 
 import logging
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, load_config
+from eagle3.config import ConfigError, DecodeConfig, load_config
 from eagle3.decoding.generate import generate_greedy
-from gdn import HybridLM, TargetConfig, load_pretrained
+from eagle3.generated import generated_target
+from gdn import load_pretrained
 
 
 class ByteTokenizer:
@@ -48,22 +49,6 @@ class FileTokenizer:
         return self.tokenizer.decode(ids)
 
 
-def generated_target(shape: GeneratedTarget, dtype) -> HybridLM:
-    """Make a random model of Qwen3.5's proportions over the 256 bytes."""
-    width, layers = shape.hidden_size, shape.num_hidden_layers
-    kinds = tuple("linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers))
-    cfg = TargetConfig(
-        model_type="qwen3_5_text", vocab_size=256, hidden_size=width, num_hidden_layers=layers,
-        intermediate_size=3 * width, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=width // 2, layer_types=kinds, rope_theta=1e7, partial_rotary_factor=0.25,
-        rms_norm_eps=1e-6, max_position_embeddings=4096, tie_word_embeddings=True,
-        norm_unit_offset=True, qk_norm=True, attn_output_gate=True, linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=width // 4, linear_value_head_dim=width // 4,
-        bos_token_id=None, pad_token_id=None, initializer_range=0.2,
-    )  # fmt: skip
-    return HybridLM(cfg, dtype=dtype, rngs=nnx.Rngs(shape.seed))
-
-
 def run(config: DecodeConfig) -> None:
     """Decode and print the text, then how fast it came."""
     dtype = jnp.dtype(config.dtype)
@@ -72,7 +57,9 @@ def run(config: DecodeConfig) -> None:
         print("random weights: this text means nothing", file=sys.stderr)
     else:
         model = load_pretrained(config.target, dtype)
-        tokenizer = FileTokenizer(Path(config.target) / "tokenizer.json")
+        path = Path(config.target) / "tokenizer.json"
+        is_bytes = model.cfg.vocab_size == 256 and not path.exists()
+        tokenizer = ByteTokenizer() if is_bytes else FileTokenizer(path)
     ids = tokenizer.encode(config.prompt)
     longest = model.cfg.max_position_embeddings
     if not ids or len(ids) + config.max_new_tokens > longest:

@@ -24,9 +24,21 @@ class ConfigError(ValueError):
 class GeneratedTarget:
     """Shape of a byte-level Qwen3.5-like target with random weights, for trying things out."""
 
-    hidden_size: int = 64
+    hidden_size: int = 64  # a multiple of 32
     num_hidden_layers: int = 4  # every fourth is full attention
+    initializer_range: float = 0.1  # standard deviation of the weights
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject shapes that do not divide.
+
+        Raises:
+          ConfigError: naming the field and what it may be.
+        """
+        if self.num_hidden_layers < 4:
+            raise ConfigError("generated.num_hidden_layers must be at least 4")
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            raise ConfigError("generated.hidden_size must be a multiple of 32")
 
 
 @dataclass(frozen=True)
@@ -53,10 +65,32 @@ class DecodeConfig:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}, it must be at least 1")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype is {self.dtype!r}, it must be float32 or bfloat16")
-        if self.generated.num_hidden_layers < 4:
-            raise ConfigError("generated.num_hidden_layers must be at least 4")
-        if self.generated.hidden_size < 32 or self.generated.hidden_size % 32:
-            raise ConfigError("generated.hidden_size must be a multiple of 32")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a byte-level target on the source of the standard library."""
+
+    generated: GeneratedTarget = field(default_factory=GeneratedTarget)
+    out: str = "runs/tiny"  # Hugging Face directory to write
+    steps: int = 600
+    batch_size: int = 8  # windows a step
+    length: int = 128  # bytes a window
+    learning_rate: float = 5e-3  # peak, after warm-up
+    log_every: int = 100  # steps
+    seed: int = 0  # of the data order
+
+    def __post_init__(self) -> None:
+        """Reject values that no run can use.
+
+        Raises:
+          ConfigError: naming the field and its value.
+        """
+        for name in ("steps", "batch_size", "length", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate is {self.learning_rate}, it must be above 0")
 
 
 def load_config(cls: type[T], argv: Sequence[str] | None = None) -> T:

@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 
 import decode
-from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, load_config
+import train
+from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, TrainConfig, load_config
 from eagle3.decoding.generate import generate_greedy, most_likely
+from eagle3.generated import generated_target
+from eagle3.training.pretrain import batch_at, standard_library
 
 PROMPTS = [b"def f(x):", b"a"]
 NEW_TOKENS = 6
@@ -14,7 +17,9 @@ NEW_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def model():
-    return decode.generated_target(GeneratedTarget(hidden_size=32), jnp.dtype("float32"))
+    return generated_target(
+        GeneratedTarget(hidden_size=32, initializer_range=0.2), jnp.dtype("float32")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +109,32 @@ def test_the_command_prints_the_prompt_and_fails_with_two(tmp_path, capsys):
         assert decode.main(["--config", path, *bad]) == 2
         assert "decode.py: " in capsys.readouterr().err
     assert decode.main(["--config", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_training_lowers_the_loss_and_its_target_decodes(tmp_path, capsys):
+    path = config_file(tmp_path, "log_every: 1\n")
+    small = ["generated.hidden_size=32", "batch_size=4", "length=32", "steps=12"]
+    assert train.main(["--config", path, *small, f"out={tmp_path / 'target'}"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    losses = [float(line.split()[3]) for line in lines]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+    prompt = config_file(tmp_path)
+    arguments = ["--config", prompt, f"target={tmp_path / 'target'}", "max_new_tokens=4"]
+    assert decode.main(arguments) == 0
+    assert capsys.readouterr().out.startswith("hello")
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    corpus = standard_library()
+    assert len(corpus) > 1_000_000
+    first = batch_at(corpus, 0, 3, 2, 16)
+    assert first.shape == (2, 17)
+    np.testing.assert_array_equal(first, batch_at(corpus, 0, 3, 2, 16))
+    assert (first != batch_at(corpus, 0, 4, 2, 16)).any()
+    assert (first != batch_at(corpus, 1, 3, 2, 16)).any()
+
+
+@pytest.mark.parametrize("override", ["steps=0", "learning_rate=-1", "batch_size=0"])
+def test_a_bad_training_value_is_an_error_that_names_it(tmp_path, override):
+    with pytest.raises(ConfigError, match=override.split("=")[0]):
+        load_config(TrainConfig, ["--config", config_file(tmp_path, "seed: 1\n"), override])

@@ -1,0 +1,1 @@
+"""Training, so far of small byte-level targets."""
