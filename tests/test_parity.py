@@ -65,7 +65,12 @@ NEXT_ROPE = dict(rope_type="default", rope_theta=3e4, partial_rotary_factor=0.5)
 FRESH = {
     "qwen3_5": dict(SIZES, **LINEAR, rope_parameters=ROPE, tie_word_embeddings=True),
     "qwen3_next": dict(
-        SIZES, **LINEAR, **EXPERTS, rope_parameters=NEXT_ROPE, mlp_only_layers=[0, 3, 6]
+        SIZES,
+        strength=1.3,
+        **LINEAR,
+        **EXPERTS,
+        rope_parameters=NEXT_ROPE,
+        mlp_only_layers=[0, 3, 6],
     ),
     "qwen3_5_moe": dict(SIZES, **LINEAR, **EXPERTS, rope_parameters=ROPE),
     "llama": dict(SIZES, rms_norm_eps=1e-4, tie_word_embeddings=True),
