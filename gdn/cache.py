@@ -69,15 +69,20 @@ def init_cache(cfg: TargetConfig, batch: int, capacity: int, dtype=jnp.float32) 
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs batch >= 1 and capacity >= 1, got {batch} and {capacity}")
     kv = (batch, cfg.num_key_value_heads, capacity, cfg.head_dim)
-    state = (batch, cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
-    window = (batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels)
     layers = tuple(
         KVCache(jnp.zeros(kv, dtype), jnp.zeros(kv, dtype))
         if kind == "full_attention"
-        else RecurrentState(jnp.zeros(state, jnp.float32), jnp.zeros(window, dtype))
+        else empty_state(cfg, batch, dtype)
         for kind in cfg.layer_types
     )
     return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+
+def empty_state(cfg: TargetConfig, batch: int, dtype) -> RecurrentState:
+    """Make the state before the first token; `dtype` is that of the convolution inputs."""
+    state = (batch, cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
+    window = (batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels)
+    return RecurrentState(jnp.zeros(state, jnp.float32), jnp.zeros(window, dtype))
 
 
 def grow_cache(cache: Cache, capacity: int) -> Cache:

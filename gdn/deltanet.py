@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn.cache import RecurrentState, RecurrentUpdate
+from gdn.cache import RecurrentState, RecurrentUpdate, empty_state
 from gdn.config import TargetConfig
 from gdn.context import Context, PackedContext, TreeContext
 from gdn.layers import linear, normal_init, rms_norm
@@ -56,7 +56,7 @@ class GatedDeltaNet(nnx.Module):
             out, u = tree_delta_rule(q, k, v, g, beta, entry.state, context.tree)
             return self._output(x, out), RecurrentUpdate(k, u, g, inputs)
         if isinstance(context, PackedContext):
-            state, window = self._empty(x)
+            state, window = empty_state(self.cfg, x.shape[0], x.dtype)
             mixed = short_conv(inputs, weight, window, context.segment_ids)
             out, _ = gated_delta_rule(*self._rule_inputs(x, mixed), state, context.segment_ids)
             return self._output(x, out), None
@@ -71,12 +71,6 @@ class GatedDeltaNet(nnx.Module):
         state = jnp.where((context.lengths > 0)[:, None, None, None], state, entry.state)
         window = advance_window(entry.conv, inputs, context.lengths)
         return self._output(x, out), RecurrentState(state, window)
-
-    def _empty(self, x) -> RecurrentState:
-        cfg, batch = self.cfg, x.shape[0]
-        heads = (cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
-        window = (batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels)
-        return RecurrentState(jnp.zeros((batch, *heads), jnp.float32), jnp.zeros(window, x.dtype))
 
     def _rule_inputs(self, x, mixed):
         """Split the convolved channels into heads, normalise q and k, and compute the gates."""

@@ -154,6 +154,8 @@ def _plan(cfg, tensors, shapes: dict[str, tuple], directory: Path) -> dict[str, 
             else:
                 placed.add(place)
                 covered[piece.path] += _size(shapes[piece.path], piece.where)
+    # One parameter in two layouts: whole, and expert by expert.
+    doubled += [path for path, count in covered.items() if count > math.prod(shapes[path])]
     missing = [path for path, count in covered.items() if count < math.prod(shapes[path])]
     problems = [
         f"{kind} ({len(names)}): {_some(names)}"

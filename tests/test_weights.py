@@ -396,3 +396,13 @@ def test_an_interrupted_save_never_mixes_old_and_new_weights(sharded_dir, monkey
     save_pretrained(model, sharded_dir)  # a later save mends it and leaves no remains
     assert_same_bits(parameters(load_pretrained(sharded_dir)), parameters(model))
     assert {path.name for path in sharded_dir.iterdir()} == {"config.json", SINGLE}
+
+
+def test_experts_in_both_layouts_are_refused(tmp_path):
+    directory = Path(shutil.copytree(GOLDEN / "qwen3_5_moe", tmp_path / "moe"))
+    tensors = load_file(directory / SINGLE)
+    fused = tensors["model.layers.0.mlp.experts.down_proj"]
+    tensors["model.layers.0.mlp.experts.0.down_proj.weight"] = fused[0].copy()
+    save_file(tensors, directory / SINGLE)
+    with pytest.raises(ValueError, match=r"under two names \(1\): \S*experts.down_proj"):
+        load_pretrained(directory)
