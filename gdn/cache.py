@@ -87,18 +87,16 @@ def empty_state(cfg: TargetConfig, batch: int, dtype) -> RecurrentState:
 
 def grow_cache(cache: Cache, capacity: int) -> Cache:
     """Copy the cache into one that holds `capacity` tokens a row; recurrent entries stay."""
+    layers = (grow_kv(x, capacity) if isinstance(x, KVCache) else x for x in cache.layers)
+    return cache._replace(layers=tuple(layers))
 
-    def grow(entry):
-        if isinstance(entry, RecurrentState):
-            return entry
-        extra = capacity - entry.k.shape[2]
-        if extra < 0:
-            raise ValueError(
-                f"the cache already holds {entry.k.shape[2]} tokens, more than {capacity}"
-            )
-        return KVCache(*(jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))) for x in entry))
 
-    return cache._replace(layers=tuple(grow(entry) for entry in cache.layers))
+def grow_kv(entry: KVCache, capacity: int) -> KVCache:
+    """Copy keys and values into buffers of `capacity` slots."""
+    extra = capacity - entry.k.shape[2]
+    if extra < 0:
+        raise ValueError(f"the cache already holds {entry.k.shape[2]} tokens, more than {capacity}")
+    return KVCache(*(jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))) for x in entry))
 
 
 def commit(cache: Cache, updates: Updates, path: Int[Array, "B P"]) -> Cache:

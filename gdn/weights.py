@@ -82,7 +82,7 @@ def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
     graphdef, state = nnx.split(abstract)
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     with contextlib.ExitStack() as stack:
-        tensors = _open_tensors(directory, stack)
+        tensors = open_tensors(directory, stack)
         shapes = {path: leaf.shape for path, leaf in leaves.items()}
         plan = _plan(cfg, tensors, shapes, directory)
         values = _read(plan, tensors, leaves)
@@ -93,7 +93,7 @@ def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
+def open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
     """Map each tensor name to the open file that holds it; raise once for all files at fault."""
     index, weight_map = directory / INDEX, {}
     if index.exists() and (directory / SINGLE).exists():
@@ -121,7 +121,7 @@ def _open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
         # The index decides which of two files a tensor is read from, as elsewhere.
         tensors |= {key: file for key in file.keys() if weight_map.get(key, name) == name}
     if not problems and (lost := sorted(set(weight_map) - set(tensors))):
-        problems.append(f"{INDEX} lists tensors that no file holds: {_some(lost)}")
+        problems.append(f"{INDEX} lists tensors that no file holds: {some(lost)}")
     if problems:
         raise ValueError(
             f"the weights in {directory} cannot be read; copy or download again:\n  "
@@ -158,7 +158,7 @@ def _plan(cfg, tensors, shapes: dict[str, tuple], directory: Path) -> dict[str, 
     doubled += [path for path, count in covered.items() if count > math.prod(shapes[path])]
     missing = [path for path, count in covered.items() if count < math.prod(shapes[path])]
     problems = [
-        f"{kind} ({len(names)}): {_some(names)}"
+        f"{kind} ({len(names)}): {some(names)}"
         for kind, names in (
             ("missing parameters", missing),
             ("unexpected tensors", unexpected),
@@ -174,7 +174,7 @@ def _plan(cfg, tensors, shapes: dict[str, tuple], directory: Path) -> dict[str, 
         )
     if skipped:
         log.info(
-            "skipped %d tensors that a text model has no use for: %s", len(skipped), _some(skipped)
+            "skipped %d tensors that a text model has no use for: %s", len(skipped), some(skipped)
         )
     return plan
 
@@ -183,7 +183,8 @@ def _size(shape: tuple[int, ...], where: tuple) -> int:
     return np.broadcast_to(np.int8(0), shape)[where].size  # a view: nothing is allocated
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def some(names: list[str], limit: int = 8) -> str:
+    """Join the first names, and say how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
@@ -303,7 +304,12 @@ def save_pretrained(model: HybridLM, directory: str | Path, max_shard_bytes: int
                 directory, INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
             )
         )
-    _write_json(directory, CONFIG, model.cfg.to_hf())
+    publish(directory, files, model.cfg.to_hf())
+
+
+def publish(directory: Path, files: list[str], config: dict) -> None:
+    """Give `files`, which were written aside as NAME.tmp, their names; `config.json` comes last."""
+    _write_json(directory, CONFIG, config)
     (directory / CONFIG).unlink(missing_ok=True)
     for file in files:
         os.replace(directory / (file + ".tmp"), directory / file)

@@ -58,7 +58,8 @@ def largest_error(found, expected):
 
 
 def test_the_six_models_are_all_there_is():
-    assert tuple(sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())) == NAMES
+    folders = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+    assert tuple(name for name in folders if not name.startswith("draft_")) == NAMES
 
 
 def test_logits_are_those_of_transformers(case):
