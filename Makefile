@@ -22,14 +22,14 @@ help:
 	@echo "PYTHON=/path/to/python chooses the interpreter for a new $(VENV) (>= 3.11)."
 
 demo: $(VENV)/.installed-test runs/tiny/config.json
-	$(PY) decode.py --config configs/tiny_decode.yaml
+	$(PY) decode.py --config configs/quickstart.yaml
 
 # Saved last, so it is there only when the run is complete.
 runs/tiny/config.json: | $(VENV)/.installed-test
 	$(PY) train.py --config configs/tiny.yaml
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist loadfile
 
 parity: $(VENV)/.installed-parity
 	$(PY) -m pytest -m parity tests

@@ -25,15 +25,12 @@ BATCH, LENGTH = 4, 256
 VERIFY_REPEATS = 4
 
 
-def write_model(directory: Path, dtype: str) -> int:
-    """Save a random Qwen3.5-shaped hybrid and return its number of parameters."""
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from gdn import HybridLM, TargetConfig, save_pretrained
+def benchmark_config():
+    """Return the architecture that all benchmarks use: 99.7M parameters, shaped like Qwen3.5."""
+    from gdn import TargetConfig
 
     kinds = (("linear_attention",) * 3 + ("full_attention",)) * 3
-    cfg = TargetConfig(
+    return TargetConfig(
         model_type="qwen3_5_text", vocab_size=16384, hidden_size=640, num_hidden_layers=12,
         intermediate_size=2240, num_attention_heads=4, num_key_value_heads=2, head_dim=256,
         layer_types=kinds, rope_theta=1e7, partial_rotary_factor=0.25, rms_norm_eps=1e-6,
@@ -41,6 +38,16 @@ def write_model(directory: Path, dtype: str) -> int:
         qk_norm=True, attn_output_gate=True, linear_num_key_heads=8, linear_num_value_heads=8,
         linear_key_head_dim=128, linear_value_head_dim=128, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
+
+
+def write_model(directory: Path, dtype: str) -> int:
+    """Save it with random weights and return its number of parameters."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from gdn import HybridLM, save_pretrained
+
+    cfg = benchmark_config()
     save_pretrained(HybridLM(cfg, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)), directory)
     return cfg.num_parameters()
 

@@ -9,9 +9,7 @@ Defaults are those of transformers' LlamaConfig; `mrope_section` is skipped, sin
 it changes nothing.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 from eagle3.draft_config import DraftConfig, RopeScaling
@@ -37,23 +35,6 @@ _SAME_IN_BOTH = (
 _FLOATS = ("rms_norm_eps", "initializer_range", "rope_theta")
 _LLAMA3 = "factor low_freq_factor high_freq_factor original_max_position_embeddings".split()
 _ROPE_KEYS = {"default": [], "linear": ["factor"], "llama3": _LLAMA3}
-
-
-def read_json(path: Path) -> dict:
-    """Read a JSON object.
-
-    Raises:
-      ValueError: the file is missing, not JSON, or something else than an object.
-    """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # malformed JSON or malformed UTF-8
-        raise ValueError(f"{path}: not JSON ({error}); copy or download it again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: found a {type(config).__name__}, expected a JSON object")
-    return config
 
 
 def read_fields(config: dict) -> tuple[dict[str, Any], list[str]]:

@@ -21,9 +21,10 @@ from safetensors.numpy import save_file
 
 from eagle3.draft import Eagle3Draft, Table, vocabulary_problems
 from eagle3.draft_config import DraftConfig
-from eagle3.draft_hf_config import LAYER_IDS, LAYOUTS, read_fields, read_json, write_config
+from eagle3.draft_hf_config import LAYER_IDS, LAYOUTS, read_fields, write_config
 from gdn import HybridLM, TargetConfig
 from gdn.config import raise_problems, unknown_name
+from gdn.hf_config import read_json
 from gdn.weights import CONFIG, INDEX, SINGLE, open_tensors, publish, some
 
 log = logging.getLogger(__name__)

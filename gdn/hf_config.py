@@ -102,13 +102,24 @@ def _load(source: dict | str | Path) -> tuple[str, dict]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{path}: no such file; expected a config.json or the folder holding it")
+    return str(path), read_json(path)
+
+
+def read_json(path: Path) -> dict:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        ValueError: the file is missing, not JSON, or something else than an object.
+    """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # malformed JSON or malformed UTF-8
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: found a {type(config).__name__}, expected a JSON object")
-    return str(path), config
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8, or nested too deeply
+        raise ValueError(f"{path}: not JSON ({error}); copy or download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: found a {type(value).__name__}, expected a JSON object")
+    return value
 
 
 class _Fields:

@@ -1,10 +1,11 @@
 """Two tiny models that the test files share, and compiled programs that are kept between runs."""
 
+import functools
 from pathlib import Path
 
 import jax
 import pytest
-from helpers import HYBRID, LLAMA, random_model
+from helpers import HYBRID, LLAMA, fitted_draft, plain_text, random_model
 
 # Inside pytest's own cache folder, which git ignores and `make clean` removes.
 COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -38,3 +39,15 @@ def llama():
 def model(request):
     """Each of the two models in turn."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def text_of():
+    """Return what plain decoding says after the shared prompts, by model: `PlainText`."""
+    return functools.cache(plain_text)
+
+
+@pytest.fixture(scope="session")
+def fitted_for(text_of):
+    """Return a draft that was trained on the model's own text, by model."""
+    return functools.cache(lambda model: fitted_draft(text_of(model)))

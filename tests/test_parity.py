@@ -1,7 +1,8 @@
 """Live comparison with transformers on torch: `make parity`. `make test` reads golden files only.
 
-Three directions: the golden files are what transformers computes today; models that it saves here
-and now compute the same in `gdn`; models that `gdn` saves compute the same in transformers.
+Four directions: the golden files are what transformers computes today; models that it saves here
+and now compute the same in `gdn`; models that `gdn` saves compute the same in transformers; and the
+sampling parameters mean what its logits processors make of them.
 """
 
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from golden.make_golden import (  # noqa: E402
     MIN_ROUTER_GAP,
@@ -23,6 +24,7 @@ from golden.make_golden import (  # noqa: E402
     router_gap,
 )
 
+from eagle3.decoding.sampling import SamplingParams, batch_sampling, choose  # noqa: E402
 from gdn import load_pretrained, save_pretrained  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -145,3 +147,45 @@ def test_models_saved_here_compute_the_same_in_transformers(name, tmp_path):
     np.testing.assert_allclose(
         their_logits(theirs, prompt), our_logits(ours, prompt), rtol=0, atol=LOGITS_ATOL
     )
+
+
+def their_probabilities(logits, params, prompt):
+    """Return what the logits processors leave of one row, in their usual order."""
+    steps = [transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
+    steps.append(transformers.TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        steps.append(transformers.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        steps.append(transformers.TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        steps.append(transformers.MinPLogitsWarper(params.min_p))
+    scores = torch.from_numpy(logits)[None]
+    for step in steps:
+        scores = step(torch.tensor([prompt]), scores)
+    return torch.softmax(scores[0].double(), -1).numpy()
+
+
+def test_sampling_parameters_mean_what_they_mean_in_transformers(monkeypatch):
+    rng = np.random.default_rng(0)
+    caught = []
+    monkeypatch.setattr(
+        "eagle3.decoding.sampling.invert_cdf",
+        lambda weights, uniform: caught.append(weights) or jnp.argmax(weights, axis=-1),
+    )
+    for _ in range(40):
+        params = SamplingParams(
+            temperature=float(rng.choice([0.4, 1.0, 1.7])),
+            top_k=int(rng.choice([0, 1, 7, 50])),
+            top_p=float(rng.choice([1.0, 0.9, 0.4])),
+            min_p=float(rng.choice([0.0, 0.05, 0.3])),
+            repetition_penalty=float(rng.choice([1.0, 0.8, 1.5])),
+        )
+        prompt = rng.integers(0, 90, 12).tolist()
+        logits = (3 * rng.standard_normal(90)).astype(np.float32)
+        rows = batch_sampling([params], [prompt], 90)
+        nothing = jnp.zeros((1, 90), jnp.int32)
+        choose(jnp.asarray(logits)[None], rows, nothing, jnp.zeros(1, jnp.int32))
+        weights = np.asarray(caught.pop())[0]
+        expected = their_probabilities(logits, params, prompt)
+        np.testing.assert_array_equal(weights > 0, expected > 0, err_msg=str(params))
+        np.testing.assert_allclose(weights / weights.sum(), expected, atol=1e-6)

@@ -1,78 +1,53 @@
-"""Plain greedy decoding: the baseline, through the same `verify` and `commit` as speculation.
+"""Decode a batch from prompts to answers, plainly or with a draft, through one loop."""
 
-The token loop runs on the device; the host sees the tokens when it ends.
-"""
+from collections.abc import Callable, Sequence
 
-from functools import partial
+from eagle3.decoding.drafter import Drafter, Eagle3Drafter
+from eagle3.decoding.session import Answer, Chunk, Request, Session
+from eagle3.decoding.tree import TreePlan, dynamic_plan
+from eagle3.draft import Eagle3Draft
+from gdn import HybridLM
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Int
-
-from gdn import HybridLM, chain_tree, commit, init_cache
+METHODS = ("autoregressive", "eagle3")
 
 
-def generate_greedy(
-    model: HybridLM,
-    prompts: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    max_new_tokens: int,
-    eos_token_ids: tuple[int, ...] = (),
-) -> tuple[Int[Array, "B K"], Int[Array, " B"]]:
-    """Continue right-padded prompts with the most likely token, K = `max_new_tokens` at most.
+def generate(
+    target: HybridLM,
+    requests: Sequence[Request],
+    method: str = "autoregressive",
+    draft: Eagle3Draft | None = None,
+    plan: TreePlan | None = None,
+    on_chunk: Callable[[Chunk], None] | None = None,
+    **options: int,
+) -> list[Answer]:
+    """Answer every request; the text does not depend on `method`, up to ties in float32.
 
     Args:
-      lengths: real tokens of each prompt, at least 1.
-      eos_token_ids: a row ends with the first of these; it is the last token that is returned.
+      method: "autoregressive", or "eagle3" with a `draft`.
+      plan: the trees of "eagle3"; default: dynamic, 8 nodes, 4 levels.
+      on_chunk: called with new tokens as they come.
+      options: of `Session`.
 
-    Returns:
-      The new tokens, zeros after the end of a row, and how many of each row count.
+    Raises:
+      ValueError: an unknown method, one without its draft, or a request that cannot be served.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
-    graphdef, params = nnx.split(model)
-    params = nnx.to_pure_dict(params)
-    return _generate(graphdef, params, prompts, lengths, max_new_tokens, eos_token_ids)
+    session = Session(target, make_drafter(method, draft, plan), **options)
+    session.start(requests)
+    while session.is_running:
+        for chunk in session.advance():
+            if on_chunk is not None:
+                on_chunk(chunk)
+    return session.answers
 
 
-@partial(jax.jit, static_argnames=("graphdef", "max_new_tokens", "eos_token_ids"))
-def _generate(graphdef, params, prompts, lengths, max_new_tokens, eos_token_ids):
-    model = nnx.merge(graphdef, params)
-    batch, length = prompts.shape
-    dtype = model.embed_tokens[...].dtype
-    cache = init_cache(model.cfg, batch, length + max_new_tokens, dtype)
-    prefilled = model.prefill(prompts, lengths, cache)
-    tree = chain_tree(batch, 1)
-
-    def emit(tokens, counts, running, token):
-        """Append to the running rows; a row that has just emitted its end stops."""
-        tokens = tokens.at[:, jnp.max(counts)].set(jnp.where(running, token, 0))
-        ended = jnp.isin(token, jnp.array(eos_token_ids, jnp.int32))
-        return tokens, counts + running, running & ~ended
-
-    def more(carry):
-        _, counts, running, _, _ = carry
-        return jnp.any(running) & (jnp.max(counts) < max_new_tokens)
-
-    def step(carry):
-        tokens, counts, running, token, cache = carry
-        out = model.verify(token[:, None], tree, cache)
-        cache = commit(cache, out.updates, jnp.where(running, 0, -1)[:, None])
-        token = most_likely(out.logits[:, 0])
-        return *emit(tokens, counts, running, token), token, cache
-
-    token = most_likely(prefilled.logits)
-    tokens = jnp.zeros((batch, max_new_tokens), jnp.int32)
-    start = emit(tokens, jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), token)
-    tokens, counts, *_ = jax.lax.while_loop(more, step, (*start, token, prefilled.cache))
-    return tokens, counts
-
-
-def most_likely(logits: jax.Array) -> jax.Array:
-    """Return the lowest index of the maximum along the last axis.
-
-    The maximum first, then where it is: XLA's CPU `argmax` over floats is ten times slower.
-    """
-    best = logits.max(axis=-1, keepdims=True)
-    return jnp.argmax(logits == best, axis=-1).astype(jnp.int32)
+def make_drafter(
+    method: str, draft: Eagle3Draft | None = None, plan: TreePlan | None = None
+) -> Drafter | None:
+    """Return the drafter of a method; None for plain decoding."""
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}, it must be one of: {', '.join(METHODS)}")
+    if method == "autoregressive":
+        return None
+    if draft is None:
+        raise ValueError("method eagle3 needs a draft; give one, or use method autoregressive")
+    return Eagle3Drafter(draft, plan or dynamic_plan(top_k=3, depth=4, total_tokens=8))

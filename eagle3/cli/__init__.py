@@ -1,0 +1,1 @@
+"""What `decode.py` does: one module per mode, over `eagle3.decoding` and `eagle3.text`."""

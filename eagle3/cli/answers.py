@@ -1,0 +1,210 @@
+"""The loop every mode runs: visit the device, turn tokens into text, look for a reason to stop."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from eagle3.cli.console import Console, note
+from eagle3.decoding.session import Answer, Request, Session
+from eagle3.text import AnswerText, Piece, Tokenizer
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_REASONS = {
+    "stop": "ended by the model or a stop string",
+    "length": "max_new_tokens reached",
+    "cancelled": "interrupted",
+}
+
+
+class Interrupt:
+    """Ctrl-C as a wish: noted, to be asked for between two visits. A second one is not waited for.
+
+    Inside `with`, a first Ctrl-C does not raise, so no device call is cut in two.
+    """
+
+    def __init__(self):
+        """Start without a wish."""
+        self.is_set = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Interrupt":
+        self.is_set = False
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, *_) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+        note("\nthis ends after the current step; a second Ctrl-C ends it at once")
+
+
+class Compilations:
+    """Counts XLA compilations, which make the first of several runs slow."""
+
+    count = 0
+    _is_listening = False
+
+    @classmethod
+    def listen(cls) -> None:
+        """Start counting; calling it again changes nothing."""
+        if not cls._is_listening:
+            jax.monitoring.register_event_duration_secs_listener(cls._note)
+            cls._is_listening = True
+
+    @classmethod
+    def _note(cls, event: str, *_: Any, **__: Any) -> None:
+        cls.count += event == _COMPILED
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer that has ended, as text and in numbers."""
+
+    text: str  # without what was asked, stop string and special tokens
+    answer: Answer
+    prompt_tokens: int
+    reused_tokens: int  # of the prompt (in a batch: of all prompts) that caches still held
+    seconds: float  # from the prompt to the end of this answer
+    is_compiled: bool  # the time contains compilation
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return how fast the answer came, the reading of the prompt included."""
+        return len(self.answer.tokens) / max(self.seconds, 1e-9)
+
+    def summary(self) -> str:
+        """Say how it went, in a line."""
+        answer = self.answer
+        compiled = ", compilation included" if self.is_compiled else ""
+        return (
+            f"{len(answer.tokens)} tokens in {self.seconds:.1f} s{compiled}:"
+            f" {self.tokens_per_second:.1f} tokens/s, tau {answer.acceptance_length:.2f} in"
+            f" {answer.rounds} rounds; {_REASONS[str(answer.finish_reason)]}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        answer = self.answer
+        return {
+            "text": self.text,
+            "tokens": answer.tokens,
+            "logprobs": [round(x, 6) for x in answer.logprobs],
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "rounds": answer.rounds,
+            "acceptance_length": round(answer.acceptance_length, 4),
+            "acceptance_by_depth": [round(x, 4) for x in answer.acceptance_by_depth],
+            "seconds": round(self.seconds, 4),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+            "includes_compilation": self.is_compiled,
+        }
+
+
+class Event(NamedTuple):
+    """Text of one row; with `result` the row has ended."""
+
+    row: int
+    pieces: list[Piece]
+    result: Result | None
+
+
+def decode(
+    session: Session,
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    stops: Sequence[str],
+    interrupt: Interrupt,
+) -> Iterator[Event]:
+    """Read the prompts, and return what comes of them: text as it is made, one result per row.
+
+    After an interrupt every row ends where it is, with the finish reason "cancelled".
+
+    Raises:
+      ValueError: a request cannot be served; nothing was computed.
+    """
+    Compilations.listen()
+    compiled, began = Compilations.count, time.perf_counter()
+    reused = session.start(requests)
+    texts = [AnswerText(tokenizer, stops) for _ in requests]
+
+    def events() -> Iterator[Event]:
+        while session.is_running:
+            for row, tokens, drafted in _visit(session, interrupt):
+                pieces = _read(session, row, texts[row], tokens, drafted)
+                answer, result = session.answers[row], None
+                if answer.finish_reason is not None:
+                    result = Result(
+                        texts[row].text, answer, len(requests[row].prompt), reused,
+                        time.perf_counter() - began, Compilations.count > compiled,
+                    )  # fmt: skip
+                yield Event(row, pieces, result)
+
+    return events()
+
+
+def _visit(
+    session: Session, interrupt: Interrupt
+) -> list[tuple[int, Sequence[int], Sequence[bool]]]:
+    """Return rows with their new tokens, and which were drafted; an interrupt ends all rows."""
+    if not interrupt.is_set:
+        return [(chunk.row, chunk.tokens, chunk.is_drafted) for chunk in session.advance()]
+    running = [i for i, answer in enumerate(session.answers) if answer.finish_reason is None]
+    for row in running:
+        session.stop(row, reason="cancelled")
+    return [(row, (), ()) for row in running]
+
+
+def _read(
+    session: Session, row: int, text: AnswerText, tokens: Sequence[int], drafted: Sequence[bool]
+) -> list[Piece]:
+    """Turn new tokens into text; ends the row at a stop string."""
+    answer, pieces = session.answers[row], []
+    is_text = len(tokens) - (answer.finish_reason == "stop")  # the last one ended the text
+    for token, is_drafted in list(zip(tokens, drafted, strict=True))[: max(is_text, 0)]:
+        pieces += text.push(token, is_drafted)
+    if answer.finish_reason is not None:
+        pieces += text.finish()
+    if text.is_stopped:
+        session.stop(row, keep=text.num_tokens)
+    return pieces
+
+
+def decode_one(
+    session: Session,
+    request: Request,
+    tokenizer: Tokenizer,
+    stops: Sequence[str],
+    interrupt: Interrupt,
+    console: Console | None,
+    echo: str = "",
+) -> Result:
+    """Answer one request; what is made goes to the console, if there is one.
+
+    Args:
+      echo: shown before the answer.
+
+    Raises:
+      ValueError: the request cannot be served; nothing was shown.
+    """
+    result = None
+    with contextlib.ExitStack() as stack:
+        events = decode(session, [request], tokenizer, stops, interrupt)
+        if console is not None:
+            stack.callback(console.end)  # colours end even if the loop is broken off
+            console.show(echo)
+        for event in events:
+            if console is not None:
+                console.write(event.pieces)
+            result = event.result or result
+    assert result is not None
+    return result

@@ -1,0 +1,122 @@
+"""From a DecodeConfig to what every mode decodes with."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from eagle3.chat_template import ChatTemplate
+from eagle3.config import ConfigError, DecodeConfig
+from eagle3.decoding.drafter import Drafter
+from eagle3.decoding.generate import make_drafter
+from eagle3.decoding.session import Request, Session
+from eagle3.generated import generated_target
+from eagle3.interop import load_draft
+from eagle3.text import Tokenizer, load_tokenizer
+from gdn import HybridLM, load_pretrained
+from gdn.config import is_int
+from gdn.hf_config import read_json
+
+log = logging.getLogger(__name__)
+
+
+class Engine(NamedTuple):
+    """A loaded target with all that belongs to it."""
+
+    config: DecodeConfig
+    target: HybridLM
+    drafter: Drafter | None  # None decodes plainly
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+
+    def session(self, drafter: Drafter | None) -> Session:
+        """Make a session; `drafter` is this engine's, or None."""
+        config = self.config
+        return Session(
+            self.target,
+            drafter,
+            stream_every=config.stream_every,
+            prefill_chunk=config.prefill_chunk,
+        )
+
+    def request(self, ids: Sequence[int], **changes: int) -> Request:
+        """Ask for an answer to a prompt.
+
+        Args:
+          changes: `max_new_tokens` or `seed` of this one, in place of the configuration's.
+        """
+        config = self.config
+        sampling = config.sampling.params(changes.get("seed"))
+        most = changes.get("max_new_tokens", config.max_new_tokens)
+        stop_ids = () if config.ignore_eos else self.eos_ids
+        return Request(prompt=ids, max_new_tokens=most, sampling=sampling, stop_ids=stop_ids)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Raises:
+          ConfigError: it is no text, or no tokens.
+        """
+        ids = self.tokenizer.encode(text, special)
+        if not ids:
+            raise ConfigError("the prompt is empty: give the text to continue")
+        return ids
+
+    def chat_template(self) -> ChatTemplate:
+        """Read the target's chat template.
+
+        Raises:
+          ConfigError: it has none.
+        """
+        if self.config.target is None:
+            raise ConfigError("messages need a chat model: give --target DIR")
+        return ChatTemplate.load(self.config.target)
+
+
+def build(config: DecodeConfig) -> Engine:
+    """Load, or make, what the configuration names.
+
+    Raises:
+      ValueError: a directory cannot be used, or the two do not fit together.
+    """
+    for name, directory in (("target", config.target), ("draft", config.draft)):
+        if directory is not None and not Path(directory).is_dir():
+            hint = "; `python train.py` makes a small target" if name == "target" else ""
+            raise ConfigError(
+                f"{name} {directory} is no directory: give one with config.json and safetensors"
+                + hint
+            )
+    dtype = jnp.dtype(config.dtype)
+    if config.target is None:
+        log.warning("the target has random weights: its text means nothing")
+        target = generated_target(config.generated, dtype)
+    else:
+        target = load_pretrained(config.target, dtype)
+    method, draft = config.method or "eagle3", None
+    if config.draft is None:
+        method = "autoregressive"
+    elif method == "eagle3":
+        draft = load_draft(config.draft, target, dtype)
+    drafter = make_drafter(method, draft, config.tree.plan())
+    tokenizer = load_tokenizer(config.target, target.cfg.vocab_size)
+    return Engine(config, target, drafter, tokenizer, _eos_ids(config.target, target))
+
+
+def _eos_ids(directory: str | None, target: HybridLM) -> tuple[int, ...]:
+    """Return what ends a text: as config.json and generation_config.json say, both.
+
+    Chat models often end turns with a token that only the second one lists.
+    """
+    ids, size = list(target.cfg.eos_token_ids), target.cfg.vocab_size
+    path = None if directory is None else Path(directory) / "generation_config.json"
+    if path is not None and path.exists():
+        found = read_json(path).get("eos_token_id")
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(is_int(token, 0, size) for token in listed):
+            raise ConfigError(
+                f"{path}: eos_token_id is {found!r}, it must be token ids in 0..{size - 1}"
+            )
+        ids += listed
+    return tuple(sorted(set(ids)))

@@ -1,0 +1,371 @@
+"""The host's side of decoding: a batch of requests, its caches, and a visit every few rounds.
+
+A session owns what lives between device calls: caches that grow by doubling, the tokens they hold,
+and the drafter, which it drops when the context outgrows it. It knows token ids, not text.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3.decoding.accept import Limits
+from eagle3.decoding.drafter import Drafter, NoDraft
+from eagle3.decoding.sampling import SamplingParams, batch_sampling
+from eagle3.decoding.speculate import DecodeState, Requests, run_prefill, run_rounds
+from gdn import HybridLM, TargetConfig, grow_cache, init_cache
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and what to do with it."""
+
+    prompt: Sequence[int]  # token ids, at least one
+    max_new_tokens: int = 256  # exact, unless a stop token comes first
+    sampling: SamplingParams = SamplingParams()
+    stop_ids: Sequence[int] = ()  # any of them ends the answer, as its last token
+
+
+def request_problem(cfg: TargetConfig, request: Request) -> str | None:
+    """Say why a target cannot serve a request, and what to do; None if it can."""
+    prompt, most, longest = request.prompt, request.max_new_tokens, cfg.max_position_embeddings
+    if not len(prompt):
+        return "the prompt is empty; it needs at least one token"
+    if most < 1:
+        return f"max_new_tokens is {most}, it must be at least 1"
+    wrong = [t for t in (*prompt, *request.stop_ids) if not 0 <= t < cfg.vocab_size]
+    if wrong:
+        return (
+            f"token {wrong[0]} is outside the vocabulary of {cfg.vocab_size}; is this the target's"
+            " tokenizer?"
+        )
+    if len(prompt) + most > longest:
+        return (
+            f"{len(prompt)} prompt tokens and max_new_tokens {most} are more than the {longest}"
+            " positions of the target; shorten one of them"
+        )
+    return None
+
+
+class Chunk(NamedTuple):
+    """New tokens of one row."""
+
+    row: int
+    tokens: list[int]
+    is_drafted: list[bool]  # False: a correction or a bonus, chosen by the target alone
+    logprobs: list[float]  # natural log of the model's probability, before any sampling parameter
+
+
+@dataclass
+class Answer:
+    """All tokens of one row so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    is_drafted: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop", "length" or "cancelled"; None: still running
+
+    @property
+    def histogram(self) -> np.ndarray:
+        """Return how many rounds accepted 0, 1, 2, ... drafted tokens.
+
+        Every round ends with a token that the target alone chose, but for one cut short by the end.
+        """
+        ends = [-1, *np.flatnonzero(~np.array(self.is_drafted, bool))]
+        if self.is_drafted and self.is_drafted[-1]:
+            ends.append(len(self.is_drafted))
+        return np.bincount(np.diff(ends) - 1, minlength=1)
+
+    @property
+    def rounds(self) -> int:
+        """Return how many passes of the target the answer took."""
+        return int(self.histogram.sum())
+
+    @property
+    def acceptance_length(self) -> float:
+        """Return tokens per target pass (tau): accepted drafts and the bonus token of each."""
+        return len(self.tokens) / max(self.rounds, 1)
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Return, per depth, how often a token there was accepted if the one above was."""
+        return acceptance_by_depth(self.histogram)
+
+
+def acceptance_by_depth(histogram: np.ndarray) -> list[float]:
+    """Return the shares of rounds that went on at depth 1, 2, ... of those that came so far."""
+    reached = np.cumsum(histogram[::-1])[::-1]
+    return [float(b / a) for a, b in zip(reached, reached[1:], strict=False) if a]
+
+
+class Session:
+    """Decodes one batch at a time; `start` again continues the caches where the prompts allow."""
+
+    def __init__(
+        self,
+        target: HybridLM,
+        drafter: Drafter | None = None,
+        *,
+        stream_every: int = 8,
+        prefill_chunk: int = 512,
+        min_capacity: int = 256,
+    ):
+        """Prepare; nothing is computed yet.
+
+        Args:
+          drafter: None decodes plainly.
+          stream_every: rounds on the device between two visits of the host.
+          prefill_chunk: tokens of the prompt a pass; bounds memory, changes nothing else.
+          min_capacity: tokens that the first caches hold; later ones double.
+
+        Raises:
+          ValueError: an option is out of range, or the drafter was made for another target.
+        """
+        for name, value in (
+            ("stream_every", stream_every),
+            ("prefill_chunk", prefill_chunk),
+            ("min_capacity", min_capacity),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1")
+        self.cfg, self._target = target.cfg, target
+        self._dtype = target.embed_tokens[...].dtype
+        self._stream_every, self._prefill_chunk = stream_every, prefill_chunk
+        self._min_capacity = min_capacity
+        self._drafter: Drafter = NoDraft() if drafter is None else drafter
+        if problems := self._drafter.problems_with(target.cfg):
+            raise ValueError("the draft does not fit the target: " + "; ".join(problems))
+        self._use(self._drafter)
+        self._state: DecodeState | None = None
+        self._held: list[list[int]] = []  # tokens in the caches and the root, row by row
+        self._has_warned = False
+        self.answers: list[Answer] = []
+
+    def _use(self, drafter: Drafter) -> None:
+        self._active = drafter
+        graph, params = nnx.split((self._target, drafter))
+        self._graph, self._params = graph, nnx.to_pure_dict(params)
+
+    @property
+    def is_running(self) -> bool:
+        """Tell whether any row goes on."""
+        return any(answer.finish_reason is None for answer in self.answers)
+
+    def start(self, requests: Sequence[Request]) -> int:
+        """Read the prompts.
+
+        If the caches of an earlier batch of this session hold the beginning of the new prompts,
+        row by row, only the rest is read.
+
+        Returns:
+          How many prompt tokens were found in the caches.
+
+        Raises:
+          ValueError: a request that cannot be served as it stands; the session is unchanged.
+        """
+        prompts = [list(request.prompt) for request in requests]
+        self._check(requests, prompts)
+        sampling = batch_sampling([r.sampling for r in requests], prompts, self.cfg.vocab_size)
+        width = 1 << (max(4, *(len(r.stop_ids) for r in requests)) - 1).bit_length()
+        stops = np.full((len(requests), width), -1, np.int32)
+        for row, request in zip(stops, requests, strict=True):
+            row[: len(request.stop_ids)] = request.stop_ids
+        most = np.array([r.max_new_tokens for r in requests], np.int32)
+        self._requests = Requests(sampling, Limits(jnp.asarray(stops), jnp.asarray(most)))
+        self._stop_ids = [frozenset(r.stop_ids) for r in requests]
+        self._ends = [len(p) + r.max_new_tokens for p, r in zip(prompts, requests, strict=True)]
+        self.answers = [Answer() for _ in requests]
+        reused = self._prepare(prompts)
+        self._read(prompts)
+        return reused
+
+    def _check(self, requests: Sequence[Request], prompts: list[list[int]]) -> None:
+        """Refuse what cannot be done before anything is done."""
+        if not requests:
+            raise ValueError("no requests: give at least one prompt")
+        for number, request in enumerate(requests):
+            if problem := request_problem(self.cfg, request):
+                raise ValueError(f"request {number}: {problem}" if len(requests) > 1 else problem)
+        drafted = self._drafter.max_positions
+        needed = max(len(p) + r.max_new_tokens for p, r in zip(prompts, requests, strict=True))
+        if drafted is not None and needed > drafted and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the draft was made for %d positions, up to %d may be needed: once a row comes"
+                " there, the batch goes on without it, with the same result",
+                drafted, needed,
+            )  # fmt: skip
+
+    def _prepare(self, prompts: list[list[int]]) -> int:
+        """Keep the caches if every prompt continues what its row holds; else make new ones."""
+        state, batch = self._state, len(prompts)
+        counts = None
+        if self._requests.sampling.counts_tokens:
+            counts = jnp.zeros((batch, self.cfg.vocab_size), jnp.int32)
+        if state is not None and len(self._held) == batch and self._continues(prompts):
+            self._state = state._replace(
+                emitted=jnp.zeros(batch, jnp.int32), is_running=jnp.ones(batch, bool), counts=counts
+            )
+            return sum(len(held) - 1 for held in self._held)
+        self._use(self._drafter)
+        capacity = self._bucket(max(map(len, prompts)))
+        self._state = DecodeState(
+            init_cache(self.cfg, batch, capacity, self._dtype),
+            self._drafter.init_state(batch, capacity),
+            jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), counts,
+        )  # fmt: skip
+        self._capacity = capacity
+        self._held = [prompt[:1] for prompt in prompts]
+        return 0
+
+    def _continues(self, prompts: list[list[int]]) -> bool:
+        """Tell whether every prompt begins with what its row holds.
+
+        The root counts as held: the draft has already been told that it comes next.
+        """
+        pairs = zip(prompts, self._held, strict=True)
+        return all(prompt[: len(held)] == held for prompt, held in pairs)
+
+    def _bucket(self, tokens: int) -> int:
+        return max(self._min_capacity, 1 << (tokens - 1).bit_length())
+
+    def _read(self, prompts: list[list[int]]) -> None:
+        """Prefill all that is not held, but for each prompt's last token: the first root."""
+        held = self._held
+        rest = [prompt[len(h) - 1 :] for prompt, h in zip(prompts, held, strict=True)]
+        longest = max(map(len, rest)) - 1
+        longest_prompt = max(map(len, prompts))
+        limit = self._active.max_positions
+        if limit is not None and longest_prompt > limit:
+            self._drop_draft()
+        self._make_room(longest_prompt)
+        state = self._take_state()
+        cache, draft = state.cache, state.draft
+        for start in range(0, longest, self._prefill_chunk):
+            size = min(longest - start, self._prefill_chunk)
+            # Few lengths to compile for: whole chunks, and powers of two for what is left.
+            padded = min(self._prefill_chunk, max(16, 1 << (size - 1).bit_length()))
+            tokens = np.zeros((len(rest), padded + 1), np.int32)
+            count = np.zeros(len(rest), np.int32)
+            for row, ids in enumerate(rest):
+                part = ids[start : start + size + 1]
+                tokens[row, : len(part)] = part
+                count[row] = max(len(part) - 1, 0)
+            cache, draft = run_prefill(
+                self._graph, self._params, cache, draft, tokens[:, :-1], tokens[:, 1:], count
+            )
+        root = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
+        self._state = state._replace(cache=cache, draft=draft, root=root)
+        self._held = prompts
+
+    def _take_state(self) -> DecodeState:
+        """Hand the caches to a call that may not come back: interrupted, there are none to use."""
+        state, self._state = self._state, None
+        if state is None:
+            raise ValueError("an earlier call was interrupted and took the caches: start again")
+        return state
+
+    def _make_room(self, needed: int) -> None:
+        """Grow the caches to hold `needed` tokens a row."""
+        if needed > self._capacity:
+            state = self._take_state()
+            capacity = self._bucket(needed)
+            cache = _grow_target(state.cache, capacity)
+            draft = self._active.grow_state(state.draft, capacity)
+            self._capacity = capacity
+            self._state = state._replace(cache=cache, draft=draft)
+
+    def _drop_draft(self) -> None:
+        """Go on without the draft until caches are made anew."""
+        state = self._take_state()
+        self._use(NoDraft())
+        self._state = state._replace(draft=())
+
+    def _plan_visit(self, running: list[int]) -> int:
+        """Return how many rounds fit, with room made for them; drops a draft that is outgrown."""
+        held, rounds = [len(self._held[i]) for i in running], self._stream_every
+
+        def needed() -> int:
+            most = rounds * (self._active.depth + 1)
+            return max(min(n + most, self._ends[i]) for n, i in zip(held, running, strict=True))
+
+        limit = self._active.max_positions
+        if limit is not None and needed() > limit:
+            rounds = (limit - max(held)) // (self._active.depth + 1)
+            if rounds < 1:
+                self._drop_draft()
+                rounds = self._stream_every
+        self._make_room(needed())
+        return rounds
+
+    def advance(self) -> list[Chunk]:
+        """Run up to `stream_every` rounds; returns what is new, and adds it to `answers`.
+
+        Raises:
+          ValueError: the target's logits are not numbers, or an earlier call was interrupted.
+        """
+        running = [i for i, answer in enumerate(self.answers) if answer.finish_reason is None]
+        if not running:
+            return []
+        rounds = self._plan_visit(running)
+        new_state, out = run_rounds(
+            self._graph, self._params, self._take_state(), self._requests, rounds,
+            self._stream_every,
+        )  # fmt: skip
+        out = jax.device_get(out)
+        chunks = []
+        for row in running:
+            count = int(out.count[row])
+            chunk = Chunk(
+                row,
+                out.tokens[row, :count].tolist(),
+                out.is_drafted[row, :count].tolist(),
+                out.logprobs[row, :count].tolist(),
+            )
+            if any(math.isnan(x) for x in chunk.logprobs):
+                raise ValueError(
+                    f"the target's logits are not numbers, within {count} tokens after"
+                    f" {len(self._held[row])}: the checkpoint is damaged, or overflows its dtype"
+                )
+            self._add(chunk)
+            chunks.append(chunk)
+        self._state = new_state  # last: caches and tokens go together, or there are no caches
+        return chunks
+
+    def _add(self, chunk: Chunk) -> None:
+        row, answer = chunk.row, self.answers[chunk.row]
+        answer.tokens += chunk.tokens
+        answer.is_drafted += chunk.is_drafted
+        answer.logprobs += chunk.logprobs
+        self._held[row] += chunk.tokens
+        if answer.tokens[-1] in self._stop_ids[row]:
+            answer.finish_reason = "stop"
+        elif len(self._held[row]) >= self._ends[row]:
+            answer.finish_reason = "length"
+
+    def stop(self, row: int, keep: int | None = None, reason: str = "stop") -> None:
+        """End a row from the host's side, and keep only its first `keep` tokens.
+
+        What the caches hold beyond is found out, and read again, by the next `start`.
+        """
+        answer = self.answers[row]
+        answer.finish_reason = reason
+        for values in (answer.tokens, answer.is_drafted, answer.logprobs):
+            del values[len(values) if keep is None else keep :]
+        if self._state is not None:
+            is_running = self._state.is_running.at[row].set(False)
+            self._state = self._state._replace(is_running=is_running)
+
+
+_grow_target = partial(jax.jit, static_argnames=("capacity",))(grow_cache)

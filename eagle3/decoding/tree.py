@@ -1,0 +1,195 @@
+"""Which draft tokens are verified together: chain, static and dynamic trees, with static shapes.
+
+A `TreePlan` holds the sizes (what XLA compiles), a `Proposal` one round's tree (data). All three
+kinds are one procedure, level by level: take the `branching` best children of each of `width`
+frontier nodes, choose the next frontier among them, at the end choose the nodes to verify. A
+dynamic tree chooses by cumulative log-probability (EAGLE-2, arXiv 2406.16858, section 4), a static
+one by tables. Scores are the draft's own, at temperature 1, whatever the target samples with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+# By child rank, the 25 paths of EAGLE-1 (arXiv 2401.15077): five levels, wider at likelier nodes.
+EAGLE1_PATHS = tuple(
+    tuple(int(rank) for rank in path)
+    for path in (
+        "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+    ).split()
+)
+_WORST = -1e30  # a log-probability below any real one, still finite when a dozen are added
+
+
+class Proposal(NamedTuple):
+    """A tree of candidates: node 0 is the last committed token, `parents[i] < i`, -1 for node 0."""
+
+    tokens: Int[Array, "B M"]
+    parents: Int[Array, "B M"]
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Sizes of a tree. Make it with `chain_plan`, `static_plan` or `dynamic_plan`."""
+
+    depth: int  # drafted tokens on the longest path; needs depth - 1 draft passes beyond the first
+    width: int  # nodes that each of those passes expands
+    branching: int  # children considered of each
+    size: int  # nodes to verify, the root included
+    # Of a static tree: per pass, which candidates of the level before to expand; and of all
+    # candidates in the order of levels, which to verify.
+    frontier: tuple[tuple[int, ...], ...] | None = None
+    nodes: tuple[int, ...] | None = None
+
+
+def chain_plan(depth: int) -> TreePlan:
+    """Draft the likeliest token `depth` times: a tree without branches."""
+    return dynamic_plan(top_k=1, depth=depth, total_tokens=depth + 1)
+
+
+def dynamic_plan(top_k: int, depth: int, total_tokens: int) -> TreePlan:
+    """Expand the `top_k` likeliest nodes of each level, verify the likeliest of all.
+
+    Args:
+      top_k: beam, and children of each node; also of the root.
+      depth: levels below the root, the `num_steps` of SGLang, SafeAILab's `depth` plus 1.
+      total_tokens: nodes to verify, the root included, as in both; fewer if there are not so many.
+    """
+    sizes = (("top_k", top_k, 1), ("depth", depth, 1), ("total_tokens", total_tokens, 2))
+    for name, value, low in sizes:
+        if value < low:
+            raise ValueError(f"tree: {name} is {value}, it must be at least {low}")
+    candidates = top_k + (depth - 1) * top_k**2
+    return TreePlan(depth, top_k, top_k, min(total_tokens, candidates + 1))
+
+
+def static_plan(paths: Sequence[Sequence[int]]) -> TreePlan:
+    """Verify the same tree in every round.
+
+    Args:
+      paths: of each node but the root, the ranks from the root down to it: (0, 2) is the third
+        likeliest child of the likeliest child. In any order.
+
+    Raises:
+      ValueError: a path is empty, given twice, or lacks the node above it.
+    """
+    wanted = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+    known = set(wanted)
+    if not wanted or () in known or len(known) < len(wanted) or min(map(min, wanted)) < 0:
+        raise ValueError("tree: paths must be distinct, not empty, and of ranks from 0 on")
+    orphans = [path for path in wanted if len(path) > 1 and path[:-1] not in known]
+    if orphans:
+        raise ValueError(f"tree: path {orphans[0]} is given without the node above it")
+    depth = len(wanted[-1])
+    inner = sorted({path[:-1] for path in wanted if len(path) > 1}, key=lambda p: (len(p), p))
+    levels = [[path for path in inner if len(path) == level] for level in range(1, depth)]
+    width = max((len(level) for level in levels), default=1)
+    branching = max(map(max, wanted)) + 1
+    place = {(): 0}  # of an expanded node in its frontier
+    for level in levels:
+        place |= {path: i for i, path in enumerate(level)}
+
+    def candidate(path):  # among those of its own level
+        return place[path[:-1]] * branching + path[-1]
+
+    frontier = tuple(
+        tuple(candidate(path) for path in level) + (0,) * (width - len(level)) for level in levels
+    )
+    nodes = tuple((len(path) - 1) * width * branching + candidate(path) for path in wanted)
+    return TreePlan(depth, width, branching, len(wanted) + 1, frontier, tuple(sorted(nodes)))
+
+
+# A draft pass: (pass 1.., tokens [B, w], hidden [B, w, H], visible [B, w, slots], its own carry)
+# -> logits [B, w, Vd], hidden [B, w, H], carry. `visible` are the node's ancestors and itself among
+# the slots of all passes, `width` a pass.
+DraftPass = Callable[[Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
+
+
+def draft_tree(
+    plan: TreePlan,
+    root: Int[Array, " B"],
+    logits: Float[Array, "B Vd"],
+    hidden: Float[Array, "B H"],
+    target_ids: Int[Array, " Vd"],
+    draft_pass: DraftPass,
+    carry: Any,
+) -> Proposal:
+    """Draft a tree on `root`.
+
+    Args:
+      logits: of the draft after the root; `hidden` is what it feeds back beside them.
+      target_ids: of each entry of the draft vocabulary.
+      carry: first state of `draft_pass`: its keys and values.
+    """
+    batch, width, k = root.shape[0], plan.width, plan.branching
+    level = width * k
+    slots = (plan.depth - 1) * width
+    children = partial(_best_children, k, level, target_ids)
+
+    def put(pool, values, at):
+        return jax.lax.dynamic_update_slice_in_dim(pool, values, at * level, axis=1)
+
+    def expand(index, state):
+        ids, scores, hidden, visible, pool, carry = state
+        if plan.frontier is None:
+            _, chosen = jax.lax.top_k(scores, width)
+        else:
+            chosen = jnp.broadcast_to(jnp.array(plan.frontier)[index - 1], (batch, width))
+        above = chosen // k
+        tokens, scores = (jnp.take_along_axis(x, chosen, axis=1) for x in (ids, scores))
+        hidden = jnp.take_along_axis(hidden, above[..., None], axis=1)
+        visible = jnp.take_along_axis(visible, above[..., None], axis=1)
+        own = (index - 1) * width + jnp.arange(width)
+        visible = visible | (jnp.arange(slots) == own[:, None])
+        logits, hidden, carry = draft_pass(index, tokens, hidden, visible, carry)
+        ids, scores = children(logits, scores)
+        parents = jnp.repeat((index - 1) * level + chosen, k, axis=1)
+        added = (ids, scores, parents.astype(jnp.int32))
+        pool = tuple(put(x, new, index) for x, new in zip(pool, added, strict=True))
+        return ids, scores, hidden, visible, pool, carry
+
+    ids, scores = children(logits[:, None], jnp.zeros((batch, 1)))
+    shape = (batch, plan.depth * level)
+    empty = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.full(shape, -1, jnp.int32))
+    pool = (put(empty[0], ids, 0), put(empty[1], scores, 0), empty[2])
+    if plan.depth > 1:
+        hidden = jnp.broadcast_to(hidden[:, None], (batch, width, hidden.shape[-1]))
+        visible: Bool[Array, "B w slots"] = jnp.zeros((batch, width, slots), bool)
+        state = (ids, scores, hidden, visible, pool, carry)
+        pool = jax.lax.fori_loop(1, plan.depth, expand, state)[4]
+    return _select(plan, root, *pool)
+
+
+def _best_children(k, size, target_ids, logits, scores):
+    """Return ids and scores [B, size] of each node's k best; -inf where there are not so many."""
+    top, ids = jax.lax.top_k(jnp.where(jnp.isnan(logits), _WORST, logits), k)
+    log_q = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    # A broken draft must still give a tree: each node after its parent, no NaN in the order.
+    log_q = jnp.clip(jnp.where(jnp.isnan(log_q), _WORST, log_q), _WORST, 0.0)
+    ids, scores = target_ids[ids], scores[..., None] + log_q
+    ids, scores = (x.reshape(x.shape[0], -1) for x in (ids, scores))
+    missing = ((0, 0), (0, size - ids.shape[1]))
+    return jnp.pad(ids, missing), jnp.pad(scores, missing, constant_values=-jnp.inf)
+
+
+def _select(plan, root, ids, scores, parents) -> Proposal:
+    """Choose the nodes to verify; candidates are in level order, so parents come first."""
+    if plan.nodes is None:
+        # The parent of a chosen candidate scores no lower and comes earlier: it is chosen as well.
+        _, chosen = jax.lax.top_k(scores, plan.size - 1)
+        chosen = jnp.sort(chosen, axis=1)
+    else:
+        chosen = jnp.broadcast_to(np.array(plan.nodes), (root.shape[0], plan.size - 1))
+    tokens, above = (jnp.take_along_axis(x, chosen, axis=1) for x in (ids, parents))
+    rank = jnp.sum(chosen[:, None] < above[..., None], axis=-1, dtype=jnp.int32)
+    above = jnp.where(above < 0, 0, rank + 1)
+    tokens = jnp.concatenate([root[:, None], tokens], axis=1)
+    return Proposal(tokens, jnp.pad(above, ((0, 0), (1, 0)), constant_values=-1))
