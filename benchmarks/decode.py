@@ -293,9 +293,11 @@ def run_tree(models: Models, name: str, accepted: int, repeats: int) -> dict:
     plan = parse_tree(name)
     plain = started(models.target, None)
     session = started(models.target, Replay(models.draft, plan, models.known, accepted))
-    plain.advance(), session.advance()  # compile
+    for each in (plain, session):
+        each.advance()  # compiles
     pieces, products = Pieces(session), product_loop(models, plan)
-    pieces.measure(), products()
+    pieces.measure()
+    products()
     compiled = COMPILED._cache_size()
     samples: dict[str, list[float]] = {}
     for _ in range(repeats):
@@ -337,7 +339,7 @@ def report(r: dict) -> None:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--trees", nargs="+", default=["chain:4", "dynamic:3,4,8"])
     parser.add_argument(
         "--accepted", type=int, default=2, help="drafted tokens right in each round"
