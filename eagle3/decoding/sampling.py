@@ -120,7 +120,9 @@ def batch_sampling(
     sampled = temperature is not None
     return Sampling(
         temperature,
-        jnp.stack([jax.random.key(np.uint32(p.seed)) for p in params]) if sampled else None,
+        jax.vmap(jax.random.key)(np.array([p.seed for p in params], np.uint32))
+        if sampled
+        else None,
         column("top_k", 0, np.int32) if sampled else None,
         column("top_p", 1.0) if sampled else None,
         column("min_p", 0.0) if sampled else None,

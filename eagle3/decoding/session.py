@@ -324,6 +324,8 @@ class Session:
             self._stream_every,
         )  # fmt: skip
         out = jax.device_get(out)
+        if not out.count[running].all():
+            raise RuntimeError("a running row brought no token: host and device disagree, a bug")
         chunks = []
         for row in running:
             count = int(out.count[row])

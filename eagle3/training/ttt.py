@@ -3,17 +3,45 @@
 At step k, slot t is fed the token x_{t+1+k} and, from k = 1 on, what step k - 1 made of the same
 slot. It attends to the step-0 keys of slots 0..t, made from true features, and to its own keys of
 steps 1..k: what decoding sees after position t. Those are one key a step, so no second square of
-scores is ever made.
+scores is ever made. It is taught the target's distribution after that token, which predicts
+x_{t+2+k}.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3.draft import Eagle3Draft
+from eagle3.training.losses import LossFunction
 from gdn.ops.attention import attention, merge_attention
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class Teaching(NamedTuple):
+    """What the target says about a batch of T tokens a row, x_0..x_{T-1}."""
+
+    tokens: Int[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]  # True: a token to be predicted, such as the assistant's
+    segment_ids: Int[Array, "B T"]  # document of each token
+    aux_hidden: Float[Array, "B T A D"]
+    logits: Float[Array, "B T Vd"]  # of the target, the draft's rows only
+    best: Int[Array, "B T"]  # the target's most likely next token, of all its vocabulary
+
+
+class StepSums(NamedTuple):
+    """Sums over the slots of one step that count; every ratio of them is a metric."""
+
+    loss: Float[Array, ""]  # weighted, not yet divided
+    weight: Float[Array, ""]  # slots that were trained on
+    slots: Float[Array, ""]  # slots in the mask, whatever their target
+    hit: Float[Array, ""]  # of these: the target's best token and the draft's are one
+    run: Float[Array, ""]  # of these: and so at all steps before
+    reached: Float[Array, ""]  # of these: so at all steps before
+    overlap: Float[Array, ""]  # sum of min(p, q), the chance that a drawn token is accepted
 
 
 def unroll(
@@ -29,22 +57,51 @@ def unroll(
       tokens: x_1..x_T, the token after each. Step k is meaningful at slots 0..T-1-k, where its
         token exists; later ones see token 0.
     """
+    logits = unroll_with(draft, aux_hidden, tokens, steps, lambda step, z: draft.logits(z))
+    return jnp.stack(logits)
+
+
+def unroll_with(
+    draft: Eagle3Draft,
+    aux_hidden: Float[Array, "B T A D"],
+    tokens: Int[Array, "B T"],
+    steps: int,
+    visit: Callable[[int, jax.Array], Any],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> list[Any]:
+    """Unroll, and collect what `visit(step, z)` makes of the layer's output z [B, T, H].
+
+    The layer and `visit` are computed again in the backward pass: memory is that of one step, plus
+    the keys, values and z of each.
+
+    Args:
+      segment_ids: a slot sees slots of its own document only; positions need not start again, as
+        RoPE knows only their differences.
+    """
     batch, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    hidden, logits = draft.fuse(aux_hidden), []
-    keys: list[tuple[jax.Array, jax.Array]] = []
-    for step in range(steps):
+
+    def one_step(step, hidden, keys):
         shifted = jnp.pad(tokens, ((0, 0), (0, step)))[:, step:]
+        made = None
 
         def attend(q, k, v):
-            keys.append((k, v))
-            causal = attention(q, *keys[0], positions)
-            return causal[0] if len(keys) == 1 else merge_attention(causal, _own_slot(q, keys[1:]))
+            nonlocal made
+            made = (k, v)
+            (first_k, first_v), *own = (*keys, made)
+            causal = attention(q, first_k, first_v, positions, segment_ids, segment_ids)
+            return merge_attention(causal, _own_slot(q, own)) if own else causal[0]
 
         z = draft.layer(hidden, shifted, positions + step, attend)
-        logits.append(draft.logits(z))
-        hidden = draft.feedback(z)
-    return jnp.stack(logits)
+        return draft.feedback(z), made, visit(step, z)
+
+    hidden, keys, results = draft.fuse(aux_hidden), (), []
+    for step in range(steps):
+        again = jax.checkpoint(lambda hidden, keys, step=step: one_step(step, hidden, keys))
+        hidden, made, result = again(hidden, keys)
+        keys = (*keys, made)
+        results.append(result)
+    return results
 
 
 def _own_slot(q: Float[Array, "B T N H"], keys):
@@ -56,3 +113,72 @@ def _own_slot(q: Float[Array, "B T N H"], keys):
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("btns,bsnth->btnh", weights, v, precision=_HIGHEST)
     return out, jax.nn.logsumexp(scores, axis=-1)
+
+
+def slot_weights(
+    loss_mask: Bool[Array, "B T"], segment_ids: Int[Array, "B T"], steps: int
+) -> Bool[Array, "K B T"]:
+    """Say which slots count at each step: x_{t+2+k} is to be predicted, in slot t's document."""
+
+    def at(step):
+        ahead = step + 2
+        mask, document = (_ahead(x, ahead) for x in (loss_mask, segment_ids))
+        exists = jnp.arange(loss_mask.shape[1]) + ahead < loss_mask.shape[1]
+        return mask & exists & (document == segment_ids)
+
+    return jnp.stack([at(step) for step in range(steps)])
+
+
+def _ahead(x: jax.Array, places: int) -> jax.Array:
+    """Return what is that many places to the right of each slot; zeros past the end."""
+    padding = [(0, 0), (0, places)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, padding)[:, places:]
+
+
+def draft_loss(
+    draft: Eagle3Draft,
+    teaching: Teaching,
+    steps: int,
+    loss_function: LossFunction,
+    keep_unknown: bool = False,
+) -> list[StepSums]:
+    """Unroll the draft against the target; returns sums per step, for `total_loss`.
+
+    Args:
+      keep_unknown: also train on slots whose best next token the draft vocabulary lacks.
+    """
+    target_ids = draft.target_ids[...]
+    counts = slot_weights(teaching.loss_mask, teaching.segment_ids, steps)
+    is_known = jnp.isin(teaching.best, target_ids)
+    following = _ahead(teaching.tokens, 1)
+    runs = [counts[0]]
+
+    def visit(step, z):
+        logits = draft.logits(z)
+        teacher, best, known = (
+            _ahead(x, step + 1) for x in (teaching.logits, teaching.best, is_known)
+        )
+        weight = counts[step] & (known | keep_unknown)
+        loss, overlap = loss_function(logits, teacher)
+        top = logits.max(-1, keepdims=True)
+        hit = target_ids[jnp.argmax(logits == top, axis=-1)] == best
+        return jnp.sum(jnp.where(weight, loss, 0.0)), weight, hit, overlap
+
+    seen = unroll_with(draft, teaching.aux_hidden, following, steps, visit, teaching.segment_ids)
+    sums = []
+    for step, (loss, weight, hit, overlap) in enumerate(seen):
+        slots = counts[step]
+        reached = runs[-1] & slots
+        runs.append(runs[-1] & hit)
+        sums.append(
+            StepSums(
+                loss=loss, weight=_count(weight), slots=_count(slots), hit=_count(hit & slots),
+                run=_count(runs[-1] & slots), reached=_count(reached),
+                overlap=jnp.sum(jnp.where(slots, overlap, 0.0)),
+            )
+        )  # fmt: skip
+    return sums
+
+
+def _count(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, dtype=jnp.float32)

@@ -1,0 +1,168 @@
+"""The shapes a row may have, and the count of those that cannot be used.
+
+Every format becomes one of two things: plain text or a conversation. A row that is neither is never
+passed over in silence: `Dropped` says why, and `Tally` counts and reports it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+MALFORMED = "malformed"
+REFUSED = "refused by the chat template"
+STRADDLED = "tokens across the border of an answer"
+NO_ANSWER = "nothing to train on"
+TOO_LONG = "too long"
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# ShareGPT has no standard; these are the speakers that its files have.
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_SPEAKERS |= {"model": "assistant", "function_response": "tool", "observation": "tool"}
+_THINKING = "reasoning_content"  # what templates call thoughts that are not in the content
+
+
+class Dropped(ValueError):
+    """A row, or an example made of it, that cannot be trained on."""
+
+    def __init__(self, reason: str, detail: str):
+        """Keep the reason, one of the few above, and what it is in this row."""
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+class Text(NamedTuple):
+    """Plain text, all of which is trained on."""
+
+    text: str
+
+
+class Chat(NamedTuple):
+    """A conversation, of which the assistant's answers are trained on."""
+
+    messages: list[dict[str, str]]
+    is_prompt: bool = False  # from prompt and response, which also make sense without a template
+
+
+def parse_row(row: Mapping[str, Any], form: str) -> Text | Chat:
+    """Read one row.
+
+    Args:
+      form: one of `FORMATS`; `auto` takes the first of the others whose field the row has.
+
+    Raises:
+      Dropped: the row does not have this form.
+    """
+    if form == "auto":
+        known = [name for name in _PARSERS if name in row]
+        if not known:
+            has = ", ".join(map(str, row)) or "nothing"
+            raise Dropped(MALFORMED, f"has {has}; expected one of {', '.join(_PARSERS)}")
+        form = known[0]
+    if form not in row:
+        raise Dropped(MALFORMED, f"has no {form}")
+    return _PARSERS[form](row)
+
+
+def _text(row: Mapping[str, Any]) -> Text:
+    text = row["text"]
+    if not isinstance(text, str):
+        raise Dropped(MALFORMED, f"text is {type(text).__name__}, expected a string")
+    if not text.strip():
+        raise Dropped(NO_ANSWER, "the text is empty")
+    return Text(text)
+
+
+def _prompt(row: Mapping[str, Any]) -> Chat:
+    parts = [("system", row["system"])] if row.get("system") else []
+    parts += [("user", row["prompt"]), ("assistant", row.get("response"))]
+    for role, text in parts:
+        if not isinstance(text, str):
+            name = {"user": "prompt", "assistant": "response"}.get(role, role)
+            raise Dropped(MALFORMED, f"{name} is {type(text).__name__}, expected a string")
+    chat = _checked([{"role": role, "content": text} for role, text in parts])
+    return chat._replace(is_prompt=True)
+
+
+def _messages(row: Mapping[str, Any]) -> Chat:
+    messages = _list_of_objects(row, "messages")
+    return _checked([_message(message, "role", "content") for message in messages])
+
+
+def _conversations(row: Mapping[str, Any]) -> Chat:
+    messages = []
+    for turn in _list_of_objects(row, "conversations"):
+        is_sharegpt = "from" in turn
+        message = _message(turn, *(("from", "value") if is_sharegpt else ("role", "content")))
+        message["role"] = _SPEAKERS.get(message["role"], message["role"])
+        messages.append(message)
+    return _checked(messages)
+
+
+_PARSERS = {
+    "messages": _messages,
+    "conversations": _conversations,
+    "prompt": _prompt,
+    "text": _text,
+}
+
+
+def _list_of_objects(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    value = row[name]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise Dropped(MALFORMED, f"{name} must be a list of objects")
+    return value
+
+
+def _message(fields: dict[str, Any], role: str, content: str) -> dict[str, str]:
+    """Return the fields that templates read; tool calls would be lost, so they are refused."""
+    if fields.get("tool_calls"):
+        raise Dropped(MALFORMED, "a message has tool_calls, which are not supported")
+    message = {"role": fields.get(role), "content": fields.get(content)}
+    if fields.get(_THINKING):
+        message[_THINKING] = fields[_THINKING]
+    for name, value in message.items():
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise Dropped(MALFORMED, f"the {name} of a message is {kind}, expected a string")
+    return message  # type: ignore[return-value]
+
+
+def _checked(messages: list[dict[str, str]]) -> Chat:
+    for message in messages:
+        if message["role"] not in ROLES:
+            raise Dropped(MALFORMED, f"role {message['role']!r}, expected one of {ROLES}")
+    if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+        raise Dropped(NO_ANSWER, "the assistant says nothing")
+    return Chat(messages)
+
+
+@dataclass
+class Tally:
+    """How many examples rows gave, and why others gave none."""
+
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    first: dict[str, str] = field(default_factory=dict)  # by reason, an example
+
+    @property
+    def total(self) -> int:
+        """Return the examples and what could not become one."""
+        return self.kept + self.dropped.total()
+
+    @property
+    def is_mostly_dropped(self) -> bool:
+        """Tell whether more than half is lost."""
+        return self.dropped.total() > self.kept
+
+    def drop(self, where: str, why: Dropped) -> None:
+        """Count what is lost."""
+        self.dropped[why.reason] += 1
+        self.first.setdefault(why.reason, f"{where}: {why.detail}")
+
+    def __str__(self) -> str:
+        """Return one line with every reason, the most frequent first."""
+        line = f"{self.kept:,} of {self.total:,} examples kept"
+        for reason, count in self.dropped.most_common():
+            line += f"; {count:,} {reason} (first: {self.first[reason]})"
+        return line

@@ -1,0 +1,81 @@
+"""The optimiser: AdamW, or Muon for matrices, with warm-up, a schedule to zero, and clipping."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import optax
+import optax.contrib
+
+from eagle3.config import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How weights move."""
+
+    kind: str = "adamw"  # adamw, or muon: matrices by Muon, the rest by AdamW
+    lr: float = 1e-3  # peak, after warm-up; of Muon's matrices, scaled to Adam's size of update
+    schedule: str = "cosine"  # from the peak to 0 by the last step: cosine, linear; or constant
+    warmup: float = 0.02  # share of all steps
+    weight_decay: float = 0.0  # per step and unit of learning rate, on matrices only
+    b1: float = 0.9  # of Adam's first moment
+    b2: float = 0.95  # of its second, as in the EAGLE papers
+    clip: float = 0.5  # largest global norm of a gradient, as in the EAGLE papers; 0: off
+    ema: float = 0.0  # decay of an average of the weights that is evaluated and saved; 0: off
+
+    def __post_init__(self) -> None:
+        """Reject values that no run can use.
+
+        Raises:
+          ConfigError: naming the field, its value and what it may be.
+        """
+        for name, ok, expected in (
+            ("kind", self.kind in ("adamw", "muon"), "adamw or muon"),
+            ("lr", 0 < self.lr < math.inf, "above 0"),
+            (
+                "schedule",
+                self.schedule in ("cosine", "linear", "constant"),
+                "cosine, linear or constant",
+            ),
+            ("warmup", 0 <= self.warmup < 1, "in 0..1, a share of all steps"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
+            ("b1", 0 <= self.b1 < 1, "in 0..1"),
+            ("b2", 0 <= self.b2 < 1, "in 0..1"),
+            ("clip", 0 <= self.clip < math.inf, "0 (off) or more"),
+            ("ema", 0 <= self.ema < 1, "in 0 (off)..1"),
+        ):
+            if not ok:
+                raise ConfigError(f"optim.{name} is {getattr(self, name)}, it must be {expected}")
+
+
+def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Return the learning rate of each of `steps` steps."""
+    warmup = round(config.warmup * steps)
+    rest = max(1, steps - warmup)
+    after = {
+        "cosine": optax.cosine_decay_schedule(config.lr, rest),
+        "linear": optax.linear_schedule(config.lr, 0.0, rest),
+        "constant": optax.constant_schedule(config.lr),
+    }[config.schedule]
+    # The first step already moves: a rate of 0 would waste it.
+    start = optax.linear_schedule(config.lr / (warmup + 1), config.lr, max(1, warmup))
+    return optax.join_schedules([start, after], [warmup])
+
+
+def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+    """Return the transformation of gradients into updates."""
+    rate = learning_rate(config, steps)
+    if config.kind == "muon":
+        moves = optax.contrib.muon(
+            rate, adam_b1=config.b1, adam_b2=config.b2, weight_decay=config.weight_decay,
+            consistent_rms=0.2,
+        )  # fmt: skip
+    else:
+        moves = optax.adamw(
+            rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+        )  # fmt: skip
+    return optax.chain(optax.clip_by_global_norm(config.clip), moves) if config.clip else moves
