@@ -87,18 +87,30 @@ class ChatTemplate:
             )
         return cls(source, tokens)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        asks: bool = True,
+        template: jinja2.Template | None = None,
+        **flags: bool,
+    ) -> str:
         """Return the conversation as text, up to where the next answer begins.
+
+        Args:
+          asks: end with the header of an answer; False for a conversation that is finished.
+          template: another compilation of the same source.
+          flags: variables of this template, such as `enable_thinking`.
 
         Raises:
           ConfigError: the template refuses the messages, or fails on them.
         """
         try:
-            return self._template.render(
+            return (template or self._template).render(
                 messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=asks,
                 tools=None,
                 documents=None,
+                **flags,
                 **self._tokens,
             )
         except Exception as error:  # a template is a program: it may end with any error

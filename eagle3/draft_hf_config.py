@@ -14,6 +14,7 @@ from typing import Any
 
 from eagle3.draft_config import DraftConfig, RopeScaling
 from gdn.config import is_int
+from gdn.hf_config import rope_sections
 
 LAYOUTS = ("sglang", "vllm", "speculators")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -165,13 +166,7 @@ def _read_sizes(fields: _Fields) -> None:
 def _read_rope(fields: _Fields) -> None:
     """Read the rotary base and its scaling, from flat keys or those of transformers 5."""
     layer, problems = fields.layer, fields.problems
-    sections: dict[str, dict] = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        section = layer.get(name)
-        if section is not None and not isinstance(section, dict):
-            problems.append(f"{name}: found {section!r}, expected an object or null")
-        elif section:
-            sections[name] = section
+    sections = rope_sections(layer, problems)
     bases = {name: section.get("rope_theta") for name, section in sections.items()}
     bases = {f"{name}.rope_theta": base for name, base in bases.items() if base is not None}
     if layer.get("rope_theta") is not None:

@@ -192,16 +192,22 @@ def _check_supported(fields: _Fields) -> None:
             fields.problems.append(f"{name}: found {found!r}, supported: unquantised weights only")
 
 
-def _read_rope(fields: _Fields) -> None:
-    """Read the rotary base and share; a value in a rope section beats the flat one."""
-    text, problems = fields.text, fields.problems
+def rope_sections(config: dict, problems: list[str]) -> dict[str, dict]:
+    """Return the sections about RoPE that are there, new and old name; note a broken one."""
     sections: dict[str, dict] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        section = text.get(name)
+        section = config.get(name)
         if section is not None and not isinstance(section, dict):
             problems.append(f"{name}: found {section!r}, expected an object or null")
         elif section:
             sections[name] = section
+    return sections
+
+
+def _read_rope(fields: _Fields) -> None:
+    """Read the rotary base and share; a value in a rope section beats the flat one."""
+    text, problems = fields.text, fields.problems
+    sections = rope_sections(text, problems)
     for name, section in sections.items():
         kind = section.get("rope_type") or section.get("type") or "default"
         if kind != "default":

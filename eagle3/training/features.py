@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3.decoding.sampling import most_likely
 from eagle3.training.ttt import Teaching
 from gdn import HybridLM
 from gdn.layers import linear
@@ -41,9 +42,5 @@ def most_likely_next(
     rows = min(rows, count)
     blocks = jnp.pad(flat, ((0, -count % rows), (0, 0))).reshape(-1, rows, flat.shape[-1])
 
-    def best(block):
-        logits = target.logits(block)
-        top = logits.max(-1, keepdims=True)
-        return jnp.argmax(logits == top, axis=-1).astype(jnp.int32)
-
-    return jax.lax.map(best, blocks).reshape(-1)[:count].reshape(hidden.shape[:2])
+    best = jax.lax.map(lambda block: most_likely(target.logits(block)), blocks)
+    return best.reshape(-1)[:count].reshape(hidden.shape[:2])

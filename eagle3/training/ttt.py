@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3.decoding.sampling import most_likely
 from eagle3.draft import Eagle3Draft
 from eagle3.training.losses import LossFunction
 from gdn.ops.attention import attention, merge_attention
@@ -160,8 +161,7 @@ def draft_loss(
         )
         weight = counts[step] & (known | keep_unknown)
         loss, overlap = loss_function(logits, teacher)
-        top = logits.max(-1, keepdims=True)
-        hit = target_ids[jnp.argmax(logits == top, axis=-1)] == best
+        hit = target_ids[most_likely(logits)] == best
         return jnp.sum(jnp.where(weight, loss, 0.0)), weight, hit, overlap
 
     seen = unroll_with(draft, teaching.aux_hidden, following, steps, visit, teaching.segment_ids)

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-import jinja2
 import numpy as np
 from jinja2 import nodes
 from jinja2.ext import Extension
@@ -106,16 +105,9 @@ class TrainingTemplate(ChatTemplate):
 
     def _text(self, template, messages, asks: bool, way: dict[str, bool] | None = None) -> str:
         try:
-            return template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=asks,
-                tools=None,
-                documents=None,
-                **(way or {}),
-                **self._tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise Dropped(REFUSED, " ".join(str(error).split())) from error
+            return self.render(messages, asks, template, **(way or {}))
+        except ConfigError as error:
+            raise Dropped(REFUSED, " ".join(str(error.__cause__).split())) from error
 
 
 class Masker:
