@@ -12,7 +12,7 @@ CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     train a tiny target (about two minutes) and decode from it"
+	@echo "make demo     train a target and its draft (about ten minutes) and compare decoding"
 	@echo "make test     format check, lint, types and the test suite, on a CPU"
 	@echo "make parity   compare with transformers on torch (installs both)"
 	@echo "make lint     format check, lint and types only"
@@ -21,12 +21,11 @@ help:
 	@echo
 	@echo "PYTHON=/path/to/python chooses the interpreter for a new $(VENV) (>= 3.11)."
 
-demo: $(VENV)/.installed-test runs/tiny/config.json
-	$(PY) decode.py --config configs/quickstart.yaml
-
-# Saved last, so it is there only when the run is complete.
-runs/tiny/config.json: | $(VENV)/.installed-test
-	$(PY) train.py --config configs/tiny.yaml
+# A run that is done is passed over, so the second time only decodes.
+demo: $(VENV)/.installed-test
+	$(PY) train.py --config configs/quickstart.yaml
+	$(PY) decode.py --config configs/decode.yaml --compare \
+		--prompts runs/quickstart/draft/prompts.jsonl
 
 test: lint
 	$(PY) -m pytest -n auto --dist loadfile

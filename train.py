@@ -1,53 +1,65 @@
-"""Train a small target: `python train.py --config configs/tiny.yaml steps=600`.
+"""Train: `python train.py --config configs/quickstart.yaml steps=100`.
 
-Parses, builds, loops. Writes a Hugging Face directory that `decode.py target=DIR` continues prompts
-with. Only byte-level targets on the standard library's source so far; drafts come later.
+Parses, builds, loops. A configuration may have several stages, such as a target and its draft; they
+run in order, and those that are done are passed over. The same command goes on with a run that was
+stopped. Exit status: 0, also after Ctrl-C or SIGTERM, which save; 2 for input that cannot be used.
 """
 
 import logging
-import math
+import shlex
+import signal
 import sys
-import time
+from collections.abc import Sequence
+from typing import NoReturn
 
-import jax.numpy as jnp
-from flax import nnx
-
-from eagle3.config import TrainConfig, load_config
-from eagle3.generated import generated_target
-from eagle3.training.pretrain import batch_at, make_optimizer, standard_library, train_step
-from gdn import save_pretrained
+from eagle3.config import ConfigError, OneLineParser, read_stages
+from eagle3.training.config import TrainConfig
+from eagle3.training.trainer import train
 
 
-def run(config: TrainConfig) -> None:
-    """Train and save; a loss that is not finite stops the run before anything is written."""
-    model = generated_target(config.generated, jnp.dtype("float32"))
-    graphdef, params = nnx.split(model)
-    params = nnx.to_pure_dict(params)
-    corpus = standard_library()
-    optimizer = make_optimizer(config.learning_rate, config.steps)
-    state = optimizer.init(params)
-    print(f"{model.cfg.num_parameters():,} parameters, {len(corpus):,} bytes of source")
-    start = time.perf_counter()
-    for step in range(config.steps):
-        tokens = batch_at(corpus, config.seed, step, config.batch_size, config.length)
-        params, state, loss = train_step(graphdef, optimizer, params, state, tokens)
-        if step % config.log_every == 0 or step == config.steps - 1:
-            value = float(loss)
-            print(f"step {step}: loss {value:.3f} nats a byte, {time.perf_counter() - start:.0f} s")
-            if not math.isfinite(value):
-                raise ValueError(f"the loss is {value} at step {step}: lower learning_rate")
-    save_pretrained(nnx.merge(graphdef, params), config.out)
-    print(f"saved {config.out}")
+def run(argv: Sequence[str]) -> None:
+    """Read the command line and train what it says."""
+    parser = OneLineParser(description=__doc__)
+    parser.add_argument("--only", metavar="STAGE", help="run one stage of a file that has several")
+    args = parser.parse_args(argv)
+    if args.config is None:
+        raise ConfigError("give a configuration: --config FILE")
+    stages = read_stages(TrainConfig, args.config, args.overrides, args.only)
+    command = shlex.join(["python", "train.py", *argv])
+    for name, config in stages.items():
+        if name:
+            print(f"{name}: {config.task} in {config.out}", flush=True)
+        if not train(config, lambda text: print(text, flush=True)):
+            print(f"stopped; to go on: {command}", flush=True)
+            return
+        print(f"done: {config.out}", flush=True)
 
 
-def main(argv: list[str] | None = None) -> int:
+def _terminate(*_) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run; bad input is one message on stderr and exit status 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("absl").setLevel(
+        logging.ERROR
+    )  # orbax warns of what it does not need to know
+    argv = sys.argv[1:] if argv is None else list(argv)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        run(load_config(TrainConfig, argv))
+        run(argv)
     except ValueError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"train.py: {error}; checkpoints that were there are whole", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        command = shlex.join(["python", "train.py", *argv])
+        print(f"stopped; nothing that was finished is lost, to go on: {command}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -5,9 +5,10 @@ nearest one. Architectures are not configured here: a checkpoint's `config.json`
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -27,10 +28,13 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class GeneratedTarget:
-    """Shape of a byte-level Qwen3.5-like target with random weights, for trying things out."""
+    """Shape of a new target of Qwen3.5's kind, with random weights."""
 
+    vocab_size: int = 256  # 256: bytes
     hidden_size: int = 64  # a multiple of 32
     num_hidden_layers: int = 4  # every fourth is full attention
+    intermediate_size: int = 0  # of its SwiGLU; 0: three times hidden_size
+    max_position_embeddings: int = 4096  # tokens
     initializer_range: float = 0.1  # standard deviation of the weights
     seed: int = 0
 
@@ -40,10 +44,20 @@ class GeneratedTarget:
         Raises:
           ConfigError: naming the field and what it may be.
         """
-        if self.num_hidden_layers < 4:
-            raise ConfigError("generated.num_hidden_layers must be at least 4")
+        for name, low in (
+            ("vocab_size", 256),
+            ("num_hidden_layers", 4),
+            ("intermediate_size", 0),
+            ("max_position_embeddings", 1),
+            ("seed", 0),
+        ):
+            if getattr(self, name) < low:
+                value = getattr(self, name)
+                raise ConfigError(f"generated.{name} is {value}, it must be at least {low}")
         if self.hidden_size < 32 or self.hidden_size % 32:
-            raise ConfigError("generated.hidden_size must be a multiple of 32")
+            raise ConfigError(
+                f"generated.hidden_size is {self.hidden_size}, it must be a multiple of 32"
+            )
 
 
 @dataclass(frozen=True)
@@ -171,32 +185,6 @@ class DecodeConfig:
         return tuple(self.stop) if isinstance(self.stop, list | tuple) else (self.stop,)
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """Train a byte-level target on the source of the standard library."""
-
-    generated: GeneratedTarget = field(default_factory=GeneratedTarget)
-    out: str = "runs/tiny"  # Hugging Face directory to write
-    steps: int = 600
-    batch_size: int = 8  # windows a step
-    length: int = 128  # bytes a window
-    learning_rate: float = 5e-3  # peak, after warm-up
-    log_every: int = 100  # steps
-    seed: int = 0  # of the data order
-
-    def __post_init__(self) -> None:
-        """Reject values that no run can use.
-
-        Raises:
-          ConfigError: naming the field and its value.
-        """
-        for name in ("steps", "batch_size", "length", "log_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate is {self.learning_rate}, it must be above 0")
-
-
 class OneLineParser(argparse.ArgumentParser):
     """Raises what is wrong with the arguments, instead of printing the usage and exiting."""
 
@@ -216,18 +204,6 @@ class OneLineParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help lists what there is")
 
 
-def load_config(cls: type[T], argv: Sequence[str] | None = None) -> T:
-    """Build `cls` from its defaults, the file of `--config` and `key=value`, in that order.
-
-    Raises:
-      ConfigError: the file or a value cannot be used; one line that says why.
-    """
-    args = OneLineParser(description=cls.__doc__).parse_args(argv)
-    if args.config is None:
-        raise ConfigError("give a configuration: --config FILE")
-    return read_config(cls, args.config, args.overrides)
-
-
 def read_config(cls: type[T], path: str | None, overrides: Sequence[str] = (), **texts: str) -> T:
     """Build `cls` from its defaults, a YAML file, `key=value` overrides and fields, in that order.
 
@@ -240,7 +216,61 @@ def read_config(cls: type[T], path: str | None, overrides: Sequence[str] = (), *
     Raises:
       ConfigError: the file or a value cannot be used; one line that says why.
     """
-    is_text = {f.name for f in dataclasses.fields(cls) if f.type is str}  # type: ignore[arg-type]
+    return _build(cls, path, None, overrides, texts)
+
+
+def read_stages(
+    cls: type[T], path: str, overrides: Sequence[str] = (), only: str | None = None
+) -> dict[str, T]:
+    """Build one `cls`, or several from a file with `stages`, by name and in order.
+
+    Each stage has the file's other keys and its own, which come first. Overrides apply to every
+    stage, and `stages.NAME.key=value` to one.
+
+    Args:
+      only: the one stage to build; None builds all.
+
+    Raises:
+      ConfigError: the file or a value cannot be used; one line that says why.
+    """
+    with _one_line(cls, f"{path}: "):
+        file: Any = OmegaConf.load(path)
+        stages: Any = file.get("stages") if OmegaConf.is_dict(file) else None
+        common = OmegaConf.masked_copy(file, [k for k in file if k != "stages"]) if stages else file
+    if stages and not OmegaConf.is_dict(stages):
+        raise ConfigError(f"{path}: stages must be a mapping of names to settings")
+    names = [str(name) for name in stages or ()]
+    there = f"There are: {', '.join(names)}" if names else "There are none"
+    own = [o for o in overrides if o.startswith("stages.")]
+    wanted = [o.split("=")[0].split(".")[1] for o in own] + ([only] if only is not None else [])
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise ConfigError(f"{path}: there is no stage {unknown[0]!r}. {there}")
+    if not names:
+        return {"": read_config(cls, path, overrides)}
+    found = {}
+    for name in names:
+        mine = [o.removeprefix(f"stages.{name}.") for o in own if o.startswith(f"stages.{name}.")]
+        settings = [*(o for o in overrides if o not in own), *mine]
+        if only in (None, name):
+            found[name] = _build(cls, path, [common, stages[name]], settings, {})
+    return found
+
+
+def to_yaml(config: Any) -> str:
+    """Write a configuration as the YAML that makes it."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _build(
+    cls: type[T],
+    path: str | None,
+    parts: list[Any] | None,
+    overrides: Sequence[str],
+    texts: dict[str, str],
+) -> T:
+    """Merge defaults, parts (or the file, if None) and overrides."""
+    is_text = {f.name for f in dataclasses.fields(cls) if f.type in (str, "str")}  # type: ignore[arg-type]
     typed = []
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -251,20 +281,26 @@ def read_config(cls: type[T], path: str | None, overrides: Sequence[str] = (), *
             texts.setdefault(key, value)
         else:
             typed.append(override)
-    where = f"{path}: " if path is not None else ""
+    with _one_line(cls, f"{path}: " if path is not None else ""):
+        if parts is None:
+            parts = [] if path is None else [OmegaConf.load(path)]
+        merged = OmegaConf.merge(OmegaConf.structured(cls), *parts, OmegaConf.from_dotlist(typed))
+        config = OmegaConf.to_object(merged)
+    assert isinstance(config, cls)
+    return dataclasses.replace(config, **texts)  # type: ignore[type-var]
+
+
+@contextlib.contextmanager
+def _one_line(cls: type, where: str) -> Iterator[None]:
+    """Turn what OmegaConf and YAML raise into a ConfigError of one line."""
     try:
-        parts = [OmegaConf.structured(cls)]
-        if path is not None:
-            parts.append(OmegaConf.load(path))
-        config = OmegaConf.to_object(OmegaConf.merge(*parts, OmegaConf.from_dotlist(typed)))
+        yield
     except FileNotFoundError as error:
-        raise ConfigError(f"config file {path} does not exist") from error
+        raise ConfigError(f"config file {error.filename} does not exist") from error
     except ConfigKeyError as error:
         raise ConfigError(where + _unknown_key(cls, str(error.full_key))) from error
     except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError, TypeError) as error:
         raise ConfigError(where + " ".join(str(error).split())) from error
-    assert isinstance(config, cls)
-    return dataclasses.replace(config, **texts)  # type: ignore[type-var]
 
 
 def _unknown_key(cls: type, key: str) -> str:

@@ -1,4 +1,4 @@
-"""A small byte-level target of Qwen3.5's proportions, made rather than loaded."""
+"""A small target of Qwen3.5's proportions, made rather than loaded."""
 
 from flax import nnx
 
@@ -7,16 +7,18 @@ from gdn import HybridLM, TargetConfig
 
 
 def generated_target(shape: GeneratedTarget, dtype) -> HybridLM:
-    """Make it with random weights in `dtype`; the vocabulary is the 256 bytes."""
-    width, layers = shape.hidden_size, shape.num_hidden_layers
+    """Make it with random weights in `dtype`; token 0 ends texts, unless tokens are bytes."""
+    width, layers, vocab = shape.hidden_size, shape.num_hidden_layers, shape.vocab_size
     kinds = tuple("linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers))
     cfg = TargetConfig(
-        model_type="qwen3_5_text", vocab_size=256, hidden_size=width, num_hidden_layers=layers,
-        intermediate_size=3 * width, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=width // 2, layer_types=kinds, rope_theta=1e7, partial_rotary_factor=0.25,
-        rms_norm_eps=1e-6, max_position_embeddings=4096, tie_word_embeddings=True,
+        model_type="qwen3_5_text", vocab_size=vocab, hidden_size=width, num_hidden_layers=layers,
+        intermediate_size=shape.intermediate_size or 3 * width, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=width // 2, layer_types=kinds, rope_theta=1e7,
+        partial_rotary_factor=0.25, rms_norm_eps=1e-6,
+        max_position_embeddings=shape.max_position_embeddings, tie_word_embeddings=True,
         norm_unit_offset=True, qk_norm=True, attn_output_gate=True, linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=width // 4, linear_value_head_dim=width // 4,
-        bos_token_id=None, pad_token_id=None, initializer_range=shape.initializer_range,
+        bos_token_id=None, eos_token_ids=() if vocab == 256 else (0,), pad_token_id=None,
+        initializer_range=shape.initializer_range,
     )  # fmt: skip
     return HybridLM(cfg, dtype=dtype, rngs=nnx.Rngs(shape.seed))

@@ -19,7 +19,7 @@ from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.data.dataset import open_datasets, read_dataset
 from eagle3.training.data.masking import Masker, TrainingTemplate
 from eagle3.training.data.prefetch import Prefetcher
-from eagle3.training.data.rows import Chat, Dropped, Text, parse_row
+from eagle3.training.data.rows import Chat, Dropped, Text, Tokens, parse_row
 from eagle3.training.data.sources import matching_files, read_rows, source_fingerprint
 from eagle3.training.data.tokens import TrainingTokenizer
 
@@ -40,7 +40,7 @@ def no_hub(monkeypatch):
 
 def masker(template: str | None = TEMPLATE):
     chat = TrainingTemplate(template) if template is not None else None
-    return Masker(TrainingTokenizer(ByteTokenizer(), [END]), chat)
+    return Masker(TrainingTokenizer(ByteTokenizer(), [END]), chat, 256)
 
 
 def write(path, rows):
@@ -199,6 +199,8 @@ def test_every_format_becomes_a_conversation_or_a_text():
     assert isinstance(asked, Chat)
     assert [message["role"] for message in asked.messages] == ["system", "user", "assistant"]
     assert parse_row({"messages": turns, "text": "t"}, "text") == Text("t")
+    assert parse_row({"tokens": [5, 6], "prompt_tokens": 1}, "auto") == Tokens([5, 6], 1, "")
+    assert parse_row({"tokens": 17, "text": "t"}, "auto") == Text("t")  # a count
 
 
 ROWS = {
@@ -212,14 +214,24 @@ ROWS = {
         {"prompt": "q"},
         {"prompt": "q", "response": None},
         ["a list"],
+        {"tokens": ["a", "b"]},
+        {"tokens": [1, True]},
+        {"tokens": [1, -1]},
+        {"tokens": [1, 256]},
+        {"tokens": [1, 2], "prompt_tokens": 3},
+        {"tokens": [1, 2], "prompt_tokens": -1},
+        {"tokens": [1, 2], "prompt_tokens": None},
+        {"tokens": [1, 2], "tokenizer": 3},
     ],
     "nothing to train on": [
         {"text": " "},
         {"messages": []},
         {"messages": [{"role": "user", "content": "q"}]},
         {"prompt": "q", "response": ""},
+        {"tokens": []},
+        {"tokens": [1, 2], "prompt_tokens": 2},
     ],
-    "too long": [{"text": "x" * 64}],
+    "too long": [{"text": "x" * 64}, {"tokens": [1] * 64}],
     "refused by the chat template": [{"prompt": "q", "response": "\0"}],
 }
 
@@ -258,6 +270,35 @@ def test_what_is_too_long_is_cut_if_asked_and_counted_if_nothing_is_left(tmp_pat
     found, _ = load(config(tmp_path, path, truncate=True))
     assert texts(found["rows"]) == ["x" * 16, "y"]
     assert found["rows"].tally.dropped == {"nothing to train on": 1}
+
+
+def test_rows_of_tokens_are_taken_as_they_are_beside_others(tmp_path, monkeypatch):
+    name = masker().tokenizer.fingerprint[:12]
+    rows = [
+        {"tokens": [7, 8, 9], "prompt_tokens": 2, "tokenizer": name},
+        {"text": "abc"},
+        {"tokens": [255, 0, 0, 1]},
+        {"prompt": "q", "response": "a"},
+        {"tokens": [4, 5], "prompt_tokens": 1},
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    monkeypatch.setattr(dataset_module, "_BATCH", 3)
+    found = load(config(tmp_path, path, length=48))[0]["rows"]
+    pairs = list(zip(found.offsets, found.offsets[1:], strict=False))
+    ids, masks = ([part[a:b].tolist() for a, b in pairs] for part in (found.tokens, found.mask))
+    assert [ids[0], ids[2], ids[4]] == [[7, 8, 9], [255, 0, 0, 1], [4, 5]]
+    assert [masks[0], masks[2], masks[4]] == [[False, False, True], [True] * 4, [False, True]]
+    assert bytes(ids[1]) == b"abc\0" and bytes(ids[3]).startswith(b"<user>q")
+
+
+def test_tokens_of_another_vocabulary_are_refused(tmp_path):
+    path = write(tmp_path / "large.jsonl", [{"tokens": [3, 256]}, {"tokens": [1, 300]}])
+    with pytest.raises(ConfigError, match="token 256 is outside the vocabulary of 256") as error:
+        load(config(tmp_path, path))
+    assert "\n" not in str(error.value)
+    path = write(tmp_path / "other.jsonl", [{"tokens": [3, 4], "tokenizer": "0123abcd"}])
+    with pytest.raises(ConfigError, match=r"tokens of another tokenizer \(0123abcd, the target"):
+        load(config(tmp_path, path))
 
 
 @pytest.fixture

@@ -398,6 +398,7 @@ def test_the_fingerprint_changes_with_whatever_decides_tokens_or_masks(tokenizer
     templates = [None, TrainingTemplate(CHATML), TrainingTemplate(CHATML, {"bos_token": "x"})]
     kinds = {Masker(t, m).fingerprint for t in (tokenizer, plain, letters) for m in templates}
     assert len(kinds) == 9
+    assert Masker(tokenizer, vocab_size=400).fingerprint not in kinds
 
 
 def test_a_trained_tokenizer_is_the_same_twice_and_loses_nothing(tmp_path):

@@ -21,11 +21,13 @@ from tensorboard.util import tensor_util
 from eagle3.config import ConfigError
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.data.batches import Batch
+from eagle3.training.features import FeaturedBatch, head_rows, target_features
 from eagle3.training.metrics import Metrics
 from eagle3.training.optim import OptimConfig, learning_rate, make_optimizer
 from eagle3.training.step import DraftTask, TargetTask, TrainState, train_step
 
 LENGTH, STEPS = 16, 2
+TAPS = tuple(range(HYBRID.num_hidden_layers + 1))  # as random_draft has them
 CONFIG = {"steps": 4}
 OPTIMIZER = make_optimizer(OptimConfig(lr=1e-2, clip=0.5), 100)
 
@@ -54,22 +56,25 @@ def job(request, hybrid):
         task, frozen = TargetTask(graph, dtypes, rows=24), ()
     else:
         graph, dtypes, params, tables = split(random_draft(hybrid))
-        target_graph, _, target_params, _ = split(hybrid)
-        task = DraftTask(graph, dtypes, target_graph, steps=STEPS)
-        frozen = (tables, target_params)
+        task = DraftTask(graph, dtypes, steps=STEPS)
+        frozen = (tables, head_rows(hybrid, tables["target_ids"]))
 
     def first() -> TrainState:
         copied = jax.tree.map(jnp.copy, params)
         return TrainState(jnp.int32(0), copied, OPTIMIZER.init(copied), None)
 
-    return task, first, frozen
+    return task, first, frozen, hybrid
 
 
 def run(job, state, steps, pieces=1):
-    task, _, frozen = job
+    task, _, frozen, _ = job
     metrics: Any = None
     for step in steps:
-        state, metrics = train_step(task, OPTIMIZER, state, frozen, random_batch(step, pieces))
+        batch: Any = random_batch(step, pieces)
+        if isinstance(task, DraftTask):
+            graph, _, params, _ = split(job[3])
+            batch = FeaturedBatch(batch, target_features(graph, params, TAPS, batch))
+        state, metrics = train_step(task, OPTIMIZER, state, frozen, batch)
     return state, metrics
 
 

@@ -7,7 +7,14 @@ import pytest
 from flax import nnx
 from helpers import HYBRID, assert_close, float32, float64, forward, random_draft
 
-from eagle3.training.features import most_likely_next, teach
+from eagle3.training.data.batches import Batch
+from eagle3.training.features import (
+    FeaturedBatch,
+    head_rows,
+    most_likely_next,
+    target_features,
+    teach,
+)
 from eagle3.training.losses import LOSSES
 from eagle3.training.ttt import Teaching, draft_loss, slot_weights, unroll
 
@@ -30,11 +37,18 @@ def draft(hybrid):
     return random_draft(hybrid)
 
 
+def taught(target, draft, batch) -> Teaching:
+    """Run the target over a batch, and make of it what the draft is taught."""
+    graph, params = nnx.split(target)
+    pieces = Batch(*(x[None] for x in batch))
+    features = target_features(graph, nnx.to_pure_dict(params), draft.cfg.aux_layers, pieces)
+    featured = FeaturedBatch(Batch(*batch), jax.tree.map(lambda x: x[0], features))
+    return jax.jit(teach)(featured, head_rows(target, draft.target_ids[...]))
+
+
 @pytest.fixture(scope="module")
 def teaching(hybrid, draft, batch) -> Teaching:
-    return jax.jit(teach, static_argnums=2)(
-        hybrid, draft.target_ids[...], draft.cfg.aux_layers, *batch
-    )
+    return taught(hybrid, draft, batch)
 
 
 @jax.jit
@@ -155,8 +169,7 @@ def test_packed_documents_are_trained_as_if_each_had_a_row_of_its_own(
         for out, values in zip(alone, (tokens, mask, segments), strict=True):
             out[row, :size] = values[packed, here]
         row += 1
-    ids, layers = draft.target_ids[...], draft.cfg.aux_layers
-    apart = jax.jit(teach, static_argnums=2)(hybrid, ids, layers, *alone)
+    apart = taught(hybrid, draft, alone)
     for found, expected in zip(sums_of(draft, apart), sums_of(draft, teaching), strict=True):
         for name, value in found._asdict().items():
             np.testing.assert_allclose(value, getattr(expected, name), rtol=1e-4, err_msg=name)

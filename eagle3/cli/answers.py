@@ -1,7 +1,6 @@
 """The loop every mode runs: visit the device, turn tokens into text, look for a reason to stop."""
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from eagle3.cli.console import Console, note
+from eagle3.cli.console import Console
 from eagle3.decoding.session import Answer, Request, Session
+from eagle3.interrupt import Interrupt
 from eagle3.text import AnswerText, Piece, Tokenizer
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -19,32 +19,6 @@ _REASONS = {
     "length": "max_new_tokens reached",
     "cancelled": "interrupted",
 }
-
-
-class Interrupt:
-    """Ctrl-C as a wish: noted, to be asked for between two visits. A second one is not waited for.
-
-    Inside `with`, a first Ctrl-C does not raise, so no device call is cut in two.
-    """
-
-    def __init__(self):
-        """Start without a wish."""
-        self.is_set = False
-        self._before: Any = None
-
-    def __enter__(self) -> "Interrupt":
-        self.is_set = False
-        self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def _note(self, *_) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
-        self.is_set = True
-        note("\nthis ends after the current step; a second Ctrl-C ends it at once")
 
 
 class Compilations:

@@ -6,7 +6,6 @@ one it is. `key` ties it to the row's content and to the settings that decide th
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from eagle3.cli.console import json_line, note, print_json
 from eagle3.cli.engine import Engine
 from eagle3.cli.rows import Row, read_rows
 from eagle3.config import ConfigError, DecodeConfig
+from eagle3.digest import digest, directory_digest
 
 _BEGIN = '{"row": '  # of every line that is written here
 _NO_EFFECT = ("prompt", "batch_size", "stream_every", "prefill_chunk")  # on any row's answer
@@ -28,7 +28,7 @@ def run_batch(engine: Engine, options: Options) -> bool:
     assert options.prompts is not None
     rows = read_rows(options.prompts, engine)
     settings = fingerprint(engine.config)
-    keys = [f"{settings}-{_digest(row.fields)}" for row in rows]
+    keys = [f"{settings}-{digest(row.fields)}" for row in rows]
     done = set() if options.out is None else finished_rows(Path(options.out), keys)
     left = [row for row in rows if row.index not in done]
     if done:
@@ -140,24 +140,5 @@ def fingerprint(config: DecodeConfig) -> str:
         del settings[name]
     for name in ("target", "draft"):
         if settings[name] is not None:
-            settings[name] = _directory_digest(Path(settings[name]))
-    return _digest(settings)
-
-
-def _directory_digest(directory: Path) -> str:
-    """Digest names, sizes, beginnings and ends: whole weights would take minutes to read."""
-    digest, sample = hashlib.sha256(), 1 << 16
-    for path in sorted(directory.iterdir()):
-        if path.suffix in (".json", ".jinja", ".safetensors") and path.is_file():
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size} ".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(sample))
-                file.seek(max(size - sample, 0))
-                digest.update(file.read(sample))
-    return digest.hexdigest()
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+            settings[name] = directory_digest(settings[name])
+    return digest(settings)

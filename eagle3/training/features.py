@@ -1,36 +1,75 @@
 """What the target says about a batch: the streams the draft is fed, and what it is taught.
 
-The target runs without gradient. Its logits over the whole vocabulary are needed for one number a
-position, the most likely token, and are made a few positions at a time; the distribution that the
-draft learns is made from the head's rows of the draft vocabulary alone.
+The target runs without gradient, in a call of its own, so that what it says may as well come from
+a file (`feature_cache`). Its logits over the whole vocabulary are needed for one number a position,
+the most likely token, and are made a few positions at a time; the distribution that the draft
+learns is made from the head's rows of the draft vocabulary alone.
 """
+
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from eagle3.decoding.sampling import most_likely
+from eagle3.training.data.batches import Batch
 from eagle3.training.ttt import Teaching
 from gdn import HybridLM
 from gdn.layers import linear
 
 
-def teach(
-    target: HybridLM,
-    target_ids: Int[Array, " Vd"],
-    aux_layers: tuple[int, ...],
-    tokens: Int[Array, "B T"],
-    loss_mask: Bool[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
-) -> Teaching:
-    """Run the target over a batch."""
-    out = target(tokens, segment_ids, aux_layers)
+class Features(NamedTuple):
+    """What a draft needs of the target at each position; the axes before T are the batch's."""
+
+    aux_hidden: Float[Array, "*batch T A D"]  # the tapped residual streams, low to high
+    hidden: Float[Array, "*batch T D"]  # after the final norm: the head's input
+    best: Int[Array, "*batch T"]  # the most likely next token, of the whole vocabulary
+
+
+class FeaturedBatch(NamedTuple):
+    """A batch with what the target says about it."""
+
+    batch: Batch
+    features: Features
+
+
+@partial(jax.jit, static_argnames=("graph", "aux_layers"))
+def target_features(graph: Any, params: Any, aux_layers: tuple[int, ...], batch: Batch) -> Features:
+    """Run a target over pieces of a batch, [A, B, T], one by one.
+
+    Args:
+      graph: of the HybridLM; `params` are its weights.
+      aux_layers: k taps the residual stream after k layers.
+    """
+    target = nnx.merge(graph, params)
+
+    def run(piece: Batch) -> Features:
+        out = target(piece.tokens, piece.segment_ids, aux_layers)
+        return Features(out.aux_hidden, out.hidden, most_likely_next(target, out.hidden))
+
+    if batch.tokens.shape[0] == 1:  # a loop of one is not unrolled by the compiler
+        return jax.tree.map(lambda x: x[None], run(jax.tree.map(lambda x: x[0], batch)))
+    return jax.lax.map(run, batch)
+
+
+def teach(featured: FeaturedBatch, head_rows: Float[Array, "Vd D"]) -> Teaching:
+    """Make what the draft is taught on a batch [B, T].
+
+    Args:
+      head_rows: rows of the target's head, those of the draft vocabulary.
+    """
+    (tokens, loss_mask, segment_ids), (aux_hidden, hidden, best) = featured
+    logits = linear(hidden, head_rows, jnp.float32)
+    return Teaching(tokens, loss_mask, segment_ids, aux_hidden, logits, best)
+
+
+def head_rows(target: HybridLM, target_ids: Int[Array, " Vd"]) -> Float[Array, "Vd D"]:
+    """Return the rows of the target's head that score the draft vocabulary."""
     head = target.embed_tokens if target.cfg.tie_word_embeddings else target.lm_head
-    logits = linear(out.hidden, head[...][target_ids], jnp.float32)
-    teaching = Teaching(
-        tokens, loss_mask, segment_ids, out.aux_hidden, logits, most_likely_next(target, out.hidden)
-    )
-    return jax.lax.stop_gradient(teaching)
+    return head[...][target_ids]
 
 
 def most_likely_next(

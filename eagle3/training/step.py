@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3.training.data.batches import Batch
-from eagle3.training.features import teach
+from eagle3.training.features import FeaturedBatch, teach
 from eagle3.training.losses import LOSSES
 from eagle3.training.ttt import draft_loss, slot_weights
 from gdn.layers import linear
@@ -34,11 +34,11 @@ class TrainState(NamedTuple):
 class Task(Protocol):
     """What is trained, and towards what."""
 
-    def counts(self, batch: Batch) -> Any:
+    def counts(self, batch: Any) -> Any:
         """Return what the loss of this batch is divided by."""
         ...
 
-    def loss(self, params: Any, frozen: Any, batch: Batch, counts: Any) -> tuple[jax.Array, Any]:
+    def loss(self, params: Any, frozen: Any, batch: Any, counts: Any) -> tuple[jax.Array, Any]:
         """Return the share of the loss that this batch, or piece of one, has, and sums."""
         ...
 
@@ -110,29 +110,32 @@ def _next_token_sums(hidden, head, following, mask, rows: int) -> TargetSums:
 
 @dataclass(frozen=True)
 class DraftTask:
-    """Training-time test against a frozen target, which runs in the same step."""
+    """Training-time test against what a frozen target said about the batch."""
 
     graph: Any  # of the Eagle3Draft, in the dtype that is computed in
     dtypes: Any
-    target_graph: Any
     steps: int = 5  # K, of the unrolling
     decay: float = 0.8  # weight of each step's loss relative to the one before
     loss_name: str = "soft_cross_entropy"
     keep_unknown: bool = False  # train on slots whose best token the draft vocabulary lacks
 
-    def counts(self, batch: Batch) -> Float[Array, " K"]:
+    def counts(self, batch: FeaturedBatch) -> Float[Array, " K"]:
         """Return the number of slots of each step."""
-        rows = (-1, batch.tokens.shape[-1])
-        mask, segments = batch.loss_mask.reshape(rows), batch.segment_ids.reshape(rows)
+        tokens, mask, segments = batch.batch
+        rows = (-1, tokens.shape[-1])
+        mask, segments = mask.reshape(rows), segments.reshape(rows)
         slots = slot_weights(mask, segments, self.steps)
         return jnp.maximum(jnp.sum(slots, axis=(1, 2), dtype=jnp.float32), 1.0)
 
-    def loss(self, params, frozen, batch: Batch, counts):
-        """Return the mean over steps, with weights decay^k, of each step's mean loss."""
-        tables, target_params = frozen
+    def loss(self, params, frozen, batch: FeaturedBatch, counts):
+        """Return the mean over steps, with weights decay^k, of each step's mean loss.
+
+        Args:
+          frozen: the draft's tables, and the rows of the target's head that `head_rows` gives.
+        """
+        tables, rows = frozen
         draft = nnx.merge(self.graph, _cast(params, self.dtypes), tables)
-        target = nnx.merge(self.target_graph, target_params)
-        teaching = teach(target, draft.target_ids[...], draft.cfg.aux_layers, *batch)
+        teaching = teach(batch, rows)
         sums = draft_loss(draft, teaching, self.steps, LOSSES[self.loss_name], self.keep_unknown)
         weights = self.decay ** jnp.arange(self.steps)
         losses = jnp.stack([step.loss for step in sums]) / counts
@@ -157,13 +160,14 @@ class StepMetrics(NamedTuple):
 
 @partial(jax.jit, static_argnames=("task", "optimizer", "ema"), donate_argnames=("state",))
 def train_step(
-    task: Any, optimizer: Any, state: TrainState, frozen: Any, batch: Batch, ema: float = 0.0
+    task: Any, optimizer: Any, state: TrainState, frozen: Any, batch: Any, ema: float = 0.0
 ) -> tuple[TrainState, StepMetrics]:
     """Take one optimiser step.
 
     Args:
       frozen: what the task needs and does not train.
-      batch: [A, B, T]: the gradient is that of all A pieces, computed one by one.
+      batch: what the task takes, with an axis of pieces in front, such as a Batch of [A, B, T]:
+        the gradient is that of all A pieces, computed one by one.
     """
     counts = task.counts(batch)
     gradient_of = jax.value_and_grad(task.loss, has_aux=True)
@@ -175,7 +179,7 @@ def train_step(
     first = jax.tree.map(lambda x: x[0], batch)
     (loss, sums), gradient = gradient_of(state.params, frozen, first, counts)
     total = (loss, sums, gradient)
-    if batch.tokens.shape[0] > 1:
+    if jax.tree.leaves(batch)[0].shape[0] > 1:
         total, _ = jax.lax.scan(piece, total, jax.tree.map(lambda x: x[1:], batch))
     loss, sums, gradient = total
     updates, new = optimizer.update(gradient, state.optimizer, state.params)

@@ -72,8 +72,8 @@ def unroll_with(
 ) -> list[Any]:
     """Unroll, and collect what `visit(step, z)` makes of the layer's output z [B, T, H].
 
-    The layer and `visit` are computed again in the backward pass: memory is that of one step, plus
-    the keys, values and z of each.
+    The layer is computed again in the backward pass: memory is that of one step, plus the keys,
+    values and z of each.
 
     Args:
       segment_ids: a slot sees slots of its own document only; positions need not start again, as
@@ -93,15 +93,14 @@ def unroll_with(
             causal = attention(q, first_k, first_v, positions, segment_ids, segment_ids)
             return merge_attention(causal, _own_slot(q, own)) if own else causal[0]
 
-        z = draft.layer(hidden, shifted, positions + step, attend)
-        return draft.feedback(z), made, visit(step, z)
+        return draft.layer(hidden, shifted, positions + step, attend), made
 
     hidden, keys, results = draft.fuse(aux_hidden), (), []
     for step in range(steps):
         again = jax.checkpoint(lambda hidden, keys, step=step: one_step(step, hidden, keys))
-        hidden, made, result = again(hidden, keys)
-        keys = (*keys, made)
-        results.append(result)
+        z, made = again(hidden, keys)
+        results.append(visit(step, z))
+        hidden, keys = draft.feedback(z), (*keys, made)
     return results
 
 
@@ -142,11 +141,13 @@ def draft_loss(
     steps: int,
     loss_function: LossFunction,
     keep_unknown: bool = False,
+    rows: int = 512,
 ) -> list[StepSums]:
-    """Unroll the draft against the target; returns sums per step, for `total_loss`.
+    """Unroll the draft against the target; returns sums per step.
 
     Args:
       keep_unknown: also train on slots whose best next token the draft vocabulary lacks.
+      rows: slots whose logits are held at a time.
     """
     target_ids = draft.target_ids[...]
     counts = slot_weights(teaching.loss_mask, teaching.segment_ids, steps)
@@ -155,14 +156,12 @@ def draft_loss(
     runs = [counts[0]]
 
     def visit(step, z):
-        logits = draft.logits(z)
-        teacher, best, known = (
-            _ahead(x, step + 1) for x in (teaching.logits, teaching.best, is_known)
-        )
+        best, known = (_ahead(x, step + 1) for x in (teaching.best, is_known))
         weight = counts[step] & (known | keep_unknown)
-        loss, overlap = loss_function(logits, teacher)
-        hit = target_ids[most_likely(logits)] == best
-        return jnp.sum(jnp.where(weight, loss, 0.0)), weight, hit, overlap
+        loss, token, overlap = _scores(
+            draft, z, teaching.logits, step + 1, weight, loss_function, rows
+        )
+        return loss, weight, target_ids[token] == best, overlap
 
     seen = unroll_with(draft, teaching.aux_hidden, following, steps, visit, teaching.segment_ids)
     sums = []
@@ -178,6 +177,43 @@ def draft_loss(
             )
         )  # fmt: skip
     return sums
+
+
+def _scores(
+    draft: Eagle3Draft,
+    z: Float[Array, "B T H"],
+    teacher: Float[Array, "B T Vd"],
+    ahead: int,
+    weight: Bool[Array, "B T"],
+    loss_function: LossFunction,
+    rows: int,
+) -> tuple[Float[Array, ""], Int[Array, "B T"], Float[Array, "B T"]]:
+    """Compare the draft at slot t with the teacher at t + `ahead`, some slots at a time.
+
+    Returns:
+      The loss, summed over `weight`; the draft's best token, a draft id; sum(min(p, q)).
+    """
+    batch, length = z.shape[:2]
+    size = min(length, max(1, rows // batch))
+    count = -(-length // size)
+    padding = ((0, 0), (0, count * size - length))
+    teacher = jnp.pad(teacher, ((0, 0), (0, count * size - length + ahead), (0, 0)))
+    z = jnp.pad(z, (*padding, (0, 0))).reshape(batch, count, size, -1)
+    weight = jnp.pad(weight, padding).reshape(batch, count, size)
+
+    @jax.checkpoint
+    def block(total, inputs):
+        number, z, weight = inputs
+        logits = draft.logits(z)
+        there = jax.lax.dynamic_slice_in_dim(teacher, number * size + ahead, size, axis=1)
+        loss, overlap = loss_function(logits, there)
+        found = most_likely(logits), overlap
+        return total + jnp.sum(jnp.where(weight, loss, 0.0)), found
+
+    blocks = (jnp.arange(count), jnp.swapaxes(z, 0, 1), jnp.swapaxes(weight, 0, 1))
+    total, found = jax.lax.scan(block, jnp.zeros((), jnp.float32), blocks)
+    token, overlap = (jnp.swapaxes(x, 0, 1).reshape(batch, -1)[:, :length] for x in found)
+    return total, token, overlap
 
 
 def _count(x: jax.Array) -> jax.Array:

@@ -6,11 +6,13 @@ of places, permuted too. Position p of the mixture is thus known without those b
 """
 
 import bisect
+import itertools
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from eagle3.config import ConfigError
 from eagle3.training.data.config import DataConfig
@@ -90,6 +92,7 @@ class Batches:
         self._cfg = cfg
         weights = {name: source.weight for name, source in cfg.named_sources.items()}
         self._rows = [Rows(data[name], cfg.length, cfg.packing, pad_id) for name in weights]
+        self._firsts = [0, *itertools.accumulate(rows.num_rows for rows in self._rows)]
         self._counts = _shares(weights)
         self._labels = np.repeat(np.arange(len(self._counts)), self._counts)
         # A few permutations are kept, because the rows of a batch come from the same ones.
@@ -98,15 +101,24 @@ class Batches:
     @property
     def num_rows(self) -> int:
         """Return the rows of all sources together."""
-        return sum(rows.num_rows for rows in self._rows)
+        return self._firsts[-1]
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step, from 0 on."""
-        size = self._cfg.batch_size
-        rows = [self._row_at(step * size + place) for place in range(size)]
+        rows = [self._rows[source].row(index) for source, index in self._places(step)]
         return Batch(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
-    def _row_at(self, position: int) -> Batch:
+    def rows_at(self, step: int) -> Int[np.ndarray, " B"]:
+        """Return the number of each row of a step's batch among all `num_rows`."""
+        places = self._places(step)
+        return np.array([self._firsts[source] + index for source, index in places], np.int64)
+
+    def _places(self, step: int) -> list[tuple[int, int]]:
+        """Return the source of each row of a step's batch, and its number in that source."""
+        size = self._cfg.batch_size
+        return [self._place_at(step * size + place) for place in range(size)]
+
+    def _place_at(self, position: int) -> tuple[int, int]:
         source, index = 0, position
         if len(self._rows) > 1:
             block, place = divmod(position, len(self._labels))
@@ -116,7 +128,7 @@ class Batches:
             index = block * int(self._counts[source]) + before
         rows = self._rows[source]
         epoch, place = divmod(index, rows.num_rows)
-        return rows.row(int(self._permutation(source, epoch, rows.num_rows)[place]))
+        return source, int(self._permutation(source, epoch, rows.num_rows)[place])
 
     def _permute(self, stream: int, epoch: int, size: int) -> np.ndarray:
         return np.random.default_rng((self._cfg.seed, stream, epoch)).permutation(size)

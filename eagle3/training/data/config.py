@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from eagle3.config import ConfigError
 
-FORMATS = ("auto", "messages", "conversations", "prompt", "text")
+FORMATS = ("auto", "messages", "conversations", "prompt", "text", "tokens")
 PACKINGS = ("window", "pack", "pad")
 SPLITS = ("train", "heldout")  # of the standard library
 
@@ -20,9 +20,9 @@ class SourceConfig:
     revision: str = ""  # hub: branch, tag or commit; the cache does not see a branch move
     streaming: bool = False  # hub: read rows as they come, without downloading the whole first
     max_rows: int = 0  # rows to read from the beginning; 0: all
-    format: str = (
-        "auto"  # messages, conversations, prompt (and response), text; auto: by the fields
-    )
+    # messages, conversations, prompt (and response), text, or tokens: ids, of which those from
+    # number prompt_tokens on are trained on. auto: the first of these that a row has a field of.
+    format: str = "auto"
     weight: float = 1.0  # share of the rows of batches, relative to the other sources
 
     def __post_init__(self) -> None:
@@ -71,6 +71,8 @@ class DataConfig:
     truncate: bool = False  # pack and pad: cut what is longer than a row, instead of dropping it
     seed: int = 0  # of the order
     cache: str = "runs/cache"  # directory for tokenised sources
+    feature_cache: str = ""  # directory for what the target says about them; empty: runs each time
+    feature_cache_gb: float = 20.0  # most that it may take, in 10^9 bytes
     prefetch: int = 2  # batches that are made ahead
 
     def __post_init__(self) -> None:
@@ -87,6 +89,10 @@ class DataConfig:
         if self.truncate and self.packing == "window":
             raise ConfigError(
                 "data.truncate has no effect with packing window: nothing is too long"
+            )
+        if not 0 < self.feature_cache_gb < float("inf"):
+            raise ConfigError(
+                f"data.feature_cache_gb is {self.feature_cache_gb}, it must be above 0"
             )
         if self.seed < 0:
             raise ConfigError(f"data.seed is {self.seed}, it must be at least 0")

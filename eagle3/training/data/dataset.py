@@ -35,7 +35,7 @@ from eagle3.training.data.sources import read_rows, source_fingerprint
 
 _VERSION = 1  # of the files and of how tokens are made: raise it when either changes
 _DTYPES = {"tokens": np.dtype("<i4"), "mask": np.dtype("?"), "offsets": np.dtype("<i8")}
-_BATCH = 1 << 20  # characters tokenised together
+_BATCH = 1 << 20  # characters, or tokens that rows bring, taken together
 _ADVICE = {
     TOO_LONG: "raise data.length, or set data.truncate=true",
     MALFORMED: "set the format of the source, or mend its rows",
@@ -171,15 +171,12 @@ def _tokenise(
     for row in read_rows(source):
         progress.advance()
         try:
-            if not isinstance(row.fields, dict):
-                kind = type(row.fields).__name__
-                raise Dropped(MALFORMED, f"the row is {kind}, expected an object")
             marked = masker.mark(parse_row(row.fields, source.format))
         except Dropped as why:
             tally.drop(row.where, why)
             continue
         pending += [(row.where, item) for item in marked]
-        size += sum(len(item.text) for item in marked)
+        size += sum(item.size for item in marked)
         if size >= _BATCH:
             _flush(pending, masker, limit, cfg.truncate, writer, tally)
             pending, size = [], 0

@@ -22,21 +22,36 @@ from jinja2.ext import Extension
 
 from eagle3.chat_template import ChatTemplate
 from eagle3.config import ConfigError
-from eagle3.training.data.rows import NO_ANSWER, REFUSED, STRADDLED, Chat, Dropped, Text
+from eagle3.training.data.rows import (
+    MALFORMED,
+    NO_ANSWER,
+    REFUSED,
+    STRADDLED,
+    Chat,
+    Dropped,
+    Text,
+    Tokens,
+)
 from eagle3.training.data.tokens import TrainingTokenizer, has_template
 
 # Noncharacters: Unicode keeps them for uses such as this, so no text has them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _NO_MARKS = {ord(_OPEN): None, ord(_CLOSE): None}
-Span = tuple[int, int]  # characters, the end not included
+Span = tuple[int, int]  # the end not included
 
 
 class Marked(NamedTuple):
     """A text and the parts of it that are trained on."""
 
     text: str
-    spans: tuple[Span, ...]  # ascending, apart from each other
+    spans: tuple[Span, ...]  # of characters, ascending, apart from each other
     is_plain: bool = False  # no template: begin and end of the text are added as tokens
+    ids: tuple[int, ...] = ()  # in place of the text, from a row that has them: spans of these
+
+    @property
+    def size(self) -> int:
+        """Return how much there is to tokenise or to copy."""
+        return len(self.text) + len(self.ids)
 
 
 class Example(NamedTuple):
@@ -113,9 +128,18 @@ class TrainingTemplate(ChatTemplate):
 class Masker:
     """Makes examples of texts and conversations, with a tokenizer and perhaps a template."""
 
-    def __init__(self, tokenizer: TrainingTokenizer, template: TrainingTemplate | None = None):
-        """Take both from the target; without a template, conversations are limited to a prompt."""
-        self.tokenizer, self.template = tokenizer, template
+    def __init__(
+        self,
+        tokenizer: TrainingTokenizer,
+        template: TrainingTemplate | None = None,
+        vocab_size: int = 1 << 31,
+    ):
+        """Take all from the target; without a template, conversations are limited to a prompt.
+
+        Args:
+          vocab_size: token ids that rows bring are below it.
+        """
+        self.tokenizer, self.template, self._vocab_size = tokenizer, template, vocab_size
         ends = (tokenizer.decode([token], special=True) for token in tokenizer.end_ids)
         self._ends, self._specials = tuple(filter(None, ends)), tokenizer.special_texts
 
@@ -130,21 +154,25 @@ class Masker:
         if directory is not None and has_template(directory):
             template = TrainingTemplate.load(directory)
             assert isinstance(template, TrainingTemplate)
-        return cls(tokenizer, template)
+        return cls(tokenizer, template, vocab_size)
 
     @property
     def fingerprint(self) -> str:
         """Return a hash of all that decides tokens and masks."""
         template = self.template.fingerprint if self.template is not None else ""
-        return hashlib.sha256(f"{self.tokenizer.fingerprint} {template}".encode()).hexdigest()
+        content = f"{self.tokenizer.fingerprint} {template} {self._vocab_size}"
+        return hashlib.sha256(content.encode()).hexdigest()
 
-    def mark(self, row: Text | Chat) -> list[Marked]:
-        """Return the examples that a row gives, as text.
+    def mark(self, row: Text | Chat | Tokens) -> list[Marked]:
+        """Return the examples that a row gives, as text unless it has tokens.
 
         Raises:
           Dropped: it gives none.
-          ConfigError: it is a conversation, and there is no template for it.
+          ConfigError: it is a conversation, and there is no template for it; or it has the tokens
+            of another tokenizer.
         """
+        if isinstance(row, Tokens):
+            return [self._given(row)]
         if isinstance(row, Text):
             return [Marked(row.text, ((0, len(row.text)),), is_plain=True)]
         if self.template is None:
@@ -164,6 +192,10 @@ class Masker:
 
     def encode(self, marked: Sequence[Marked]) -> list["Example | Dropped"]:
         """Tokenise; what cannot be masked exactly comes back as the error that says so."""
+        written = iter(self._encode([item for item in marked if not item.ids]))
+        return [_taken(item) if item.ids else next(written) for item in marked]
+
+    def _encode(self, marked: Sequence[Marked]) -> list["Example | Dropped"]:
         parts = [_cut(item) for item in marked]
         texts = [item.text for item in marked]
         texts += [text for cut in parts if len(cut) > 1 for text, _ in cut]
@@ -174,6 +206,21 @@ class Masker:
             found = [next(pieces) for _ in cut] if len(cut) > 1 else [whole]
             examples.append(self._example(item, cut, whole, found))
         return examples
+
+    def _given(self, row: Tokens) -> Marked:
+        known = self.tokenizer.fingerprint
+        if not known.startswith(row.tokenizer):
+            raise ConfigError(
+                f"the data has tokens of another tokenizer ({row.tokenizer}, the target has"
+                f" {known[: len(row.tokenizer)]}): make them again for this target"
+            )
+        if (largest := max(row.ids)) >= self._vocab_size:
+            raise Dropped(
+                MALFORMED,
+                f"token {largest} is outside the vocabulary of {self._vocab_size}; are these the"
+                " target's tokens?",
+            )
+        return Marked("", ((row.prompt_tokens, len(row.ids)),), ids=tuple(row.ids))
 
     def _turn(self, messages: Sequence[dict[str, str]]) -> Marked:
         """Return the text up to the end of the last answer, with that answer as its spans."""
@@ -244,6 +291,14 @@ class Masker:
         if not mask.any():
             return Dropped(NO_ANSWER, "no token is to be produced by the model")
         return Example(np.array(whole, np.int32), mask)
+
+
+def _taken(item: Marked) -> Example:
+    """Mask tokens that a row has brought."""
+    mask = np.zeros(len(item.ids), bool)
+    for start, end in item.spans:
+        mask[start:end] = True
+    return Example(np.array(item.ids, np.int32), mask)
 
 
 def _continuation(chat: Chat) -> Marked:

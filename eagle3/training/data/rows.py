@@ -1,7 +1,8 @@
 """The shapes a row may have, and the count of those that cannot be used.
 
-Every format becomes one of two things: plain text or a conversation. A row that is neither is never
-passed over in silence: `Dropped` says why, and `Tally` counts and reports it.
+Every format becomes one of three things: plain text, a conversation, or token ids that are taken
+as they are. A row that is none of them is never passed over in silence: `Dropped` says why, and
+`Tally` counts and reports it.
 """
 
 from collections import Counter
@@ -44,7 +45,15 @@ class Chat(NamedTuple):
     is_prompt: bool = False  # from prompt and response, which also make sense without a template
 
 
-def parse_row(row: Mapping[str, Any], form: str) -> Text | Chat:
+class Tokens(NamedTuple):
+    """What is tokenised already: a text, or a prompt and its answer."""
+
+    ids: list[int]
+    prompt_tokens: int  # of the beginning, which is not trained on
+    tokenizer: str  # that made them: the beginning of its fingerprint; empty: not said
+
+
+def parse_row(row: Any, form: str) -> Text | Chat | Tokens:
     """Read one row.
 
     Args:
@@ -53,6 +62,8 @@ def parse_row(row: Mapping[str, Any], form: str) -> Text | Chat:
     Raises:
       Dropped: the row does not have this form.
     """
+    if not isinstance(row, Mapping):
+        raise Dropped(MALFORMED, f"the row is {type(row).__name__}, expected an object")
     if form == "auto":
         known = [name for name in _PARSERS if name in row]
         if not known:
@@ -99,11 +110,25 @@ def _conversations(row: Mapping[str, Any]) -> Chat:
     return _checked(messages)
 
 
+def _tokens(row: Mapping[str, Any]) -> Tokens:
+    ids, given, tokenizer = row["tokens"], row.get("prompt_tokens", 0), row.get("tokenizer", "")
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise Dropped(MALFORMED, "tokens must be a list of ids, integers of at least 0")
+    if type(given) is not int or not 0 <= given <= len(ids):
+        raise Dropped(MALFORMED, f"prompt_tokens is {given!r}, expected 0 to {len(ids)}")
+    if not isinstance(tokenizer, str):
+        raise Dropped(MALFORMED, f"tokenizer is {type(tokenizer).__name__}, expected a string")
+    if given == len(ids):
+        raise Dropped(NO_ANSWER, "no tokens after the prompt")
+    return Tokens(ids, given, tokenizer)
+
+
 _PARSERS = {
     "messages": _messages,
     "conversations": _conversations,
     "prompt": _prompt,
     "text": _text,
+    "tokens": _tokens,  # last: rows of other formats may have a field of that name, a count
 }
 
 

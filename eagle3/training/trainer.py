@@ -1,0 +1,250 @@
+"""The loop: batch, step, log, evaluate, save; and how a run goes on where it stopped.
+
+A run is a directory. `checkpoints/` holds all that a step changes, so that a run in pieces is the
+run in one, bit for bit; the model's files are those of the best evaluation so far; `tensorboard/`
+is what it told; `train.yaml` the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3.config import to_yaml
+from eagle3.interrupt import Interrupt
+from eagle3.training.checkpoint import Checkpoints
+from eagle3.training.config import TrainConfig
+from eagle3.training.data.batches import PADDING, Batch
+from eagle3.training.data.prefetch import Prefetcher
+from eagle3.training.flops import measured_peak
+from eagle3.training.jobs import Job, Report, build_job
+from eagle3.training.metrics import Metrics
+from eagle3.training.optim import learning_rate
+from eagle3.training.run_log import RunLog
+from eagle3.training.step import TrainState, train_step
+
+_BEST = "best.json"
+# What a run may be resumed with another value of: where things are, and what is looked at when.
+_FREE = ("out", "target", "tokenizer", "eval", "save", "log_every")
+_FREE += ("profile_from", "profile_steps", "peak_tflops")
+_FREE_DATA = ("cache", "feature_cache", "feature_cache_gb", "prefetch")
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def train(config: TrainConfig, report: Report = print) -> bool:
+    """Train, or go on; returns False if a signal ended it between two steps, after saving.
+
+    Raises:
+      ValueError: data, models or checkpoints cannot be used, the loss is not finite, or the disk is
+        full; checkpoints that were there stay.
+    """
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        keep = config.save.keep_last, config.save.keep_every or None
+        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", *keep))
+        job = build_job(config, report)
+        recorded = _recorded(config, job)
+        state = job.state
+        is_new = checkpoints.latest() is None
+        if not is_new:
+            _refuse_contradictions(checkpoints, recorded)
+            state = checkpoints.load(job.state)
+            report(f"{config.out}: going on after step {int(state.step)} of {config.steps}")
+        write_atomically(out / "train.yaml", to_yaml(config))
+        metrics = stack.enter_context(Metrics(out / "tensorboard"))
+        if is_new:
+            metrics.text(0, "config", to_yaml(config))
+        # Before this, signals end the run at once: what was prepared is in caches.
+        interrupt = stack.enter_context(Interrupt(SIGNALS))
+        best = _Best(out, job)
+        run = _Run(config, job, checkpoints, metrics, best, recorded, interrupt, report)
+        return run.steps(state, is_new)
+
+
+def _recorded(config: TrainConfig, job: Job) -> dict[str, Any]:
+    """Return all that decides the weights, as JSON has it."""
+    values = dataclasses.asdict(config)
+    for name in _FREE:
+        del values[name]
+    for name in _FREE_DATA:
+        del values["data"][name]
+    return json.loads(json.dumps({"config": values, "identity": job.identity}))
+
+
+def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> None:
+    """Compare with what the newest checkpoint was made with.
+
+    Raises:
+      ValueError: naming every field that differs, with both values.
+    """
+    before, now = _flat(checkpoints.config()), _flat(now)
+    wrong = [
+        f"{name.removeprefix('config.')} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{checkpoints.directory} was made with another configuration: {'; '.join(wrong)}."
+            " Set these back to go on, or choose another out to start anew"
+        )
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict) or not values:
+        return {prefix: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file that is there whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+class _Best:
+    """The best weights so far, exported; survives a restart."""
+
+    def __init__(self, out: Path, job: Job):
+        self._out, self._job = out, job
+        self._file = out / _BEST
+        self.score: float | None = None
+        # A kill in the middle of an export leaves no config.json: then nothing is there.
+        if self._file.exists() and (out / "config.json").exists():
+            self.score = json.loads(self._file.read_text(encoding="utf-8"))["score"]
+
+    def offer(self, step: int, params: Any, score: float) -> bool:
+        """Export the weights if they are better than those before."""
+        if self.score is not None and score <= self.score:
+            return False
+        self._job.export(params)
+        self.score = score
+        write_atomically(self._file, json.dumps({"step": step, "score": score}) + "\n")
+        return True
+
+
+class _Run:
+    """The parts of one call of `train`, so that the loop reads as what it does."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: Job,
+        checkpoints: Checkpoints,
+        metrics: Metrics,
+        best: _Best,
+        recorded: dict[str, Any],
+        interrupt: Interrupt,
+        report: Report,
+    ):
+        self._config, self._job, self._checkpoints = config, job, checkpoints
+        self._metrics, self._best, self._recorded = metrics, best, recorded
+        self._interrupt, self._report = interrupt, report
+
+    def steps(self, state: TrainState, is_new: bool) -> bool:
+        """Run to the end or to an interrupt; returns whether it is the end."""
+        config, job = self._config, self._job
+        first = int(state.step)
+        peak = config.peak_tflops * 1e12 or measured_peak(jnp.dtype(config.dtype))
+        log = RunLog(
+            self._metrics, self._report, first=first, total=config.steps, every=config.log_every,
+            scalars=job.scalars, rate=learning_rate(config.optim, config.steps), flops=job.flops,
+            peak=peak,
+        )  # fmt: skip
+        with contextlib.closing(log), Prefetcher(self._batch, first, config.data.prefetch) as ahead:
+            if is_new and config.eval.every:
+                self._evaluate(0, state, log)
+            for step in range(first + 1, config.steps + 1):
+                if self._interrupt.is_set:
+                    break
+                batch, tokens = next(ahead)
+                with self._profile(step):
+                    state, found = train_step(
+                        job.task, job.optimizer, state, job.frozen, job.take(step - 1, batch),
+                        config.optim.ema,
+                    )  # fmt: skip
+                with self._guarded():
+                    log.push(step, found, tokens)
+                is_last = step == config.steps
+                if is_last or (config.eval.every and step % config.eval.every == 0):
+                    with self._guarded():
+                        log.flush()
+                    self._evaluate(step, state, log)
+                if is_last or step % config.save.every == 0:
+                    with self._guarded():
+                        log.flush()
+                    self._save(state, log)
+            with self._guarded():
+                log.flush()
+            self._save(state, log)
+            self._checkpoints.wait()
+        return int(state.step) == config.steps
+
+    def _batch(self, step: int) -> tuple[Batch, int]:
+        """Make the pieces of a step's batch, and count their tokens."""
+        pieces = self._config.accumulate
+        made = [self._job.batches.batch_at(step * pieces + i) for i in range(pieces)]
+        batch = Batch(*(np.stack(arrays) for arrays in zip(*made, strict=True)))
+        return batch, int(np.count_nonzero(batch.segment_ids != PADDING))
+
+    def _evaluate(self, step: int, state: TrainState, log: RunLog) -> None:
+        """Measure, tell, and keep what is best."""
+        weights = state.params if state.average is None else state.average
+        with log.aside():
+            if self._job.evaluate is None:
+                if step == self._config.steps:
+                    self._job.export(weights)
+                return
+            found = self._job.evaluate(weights)
+            self._metrics.scalars(step, {f"eval/{k}": v for k, v in found.scalars.items()})
+            for name, values in found.bars.items():
+                self._metrics.bars(step, f"eval/{name}", values)
+            for name, text in found.texts.items():
+                self._metrics.text(step, f"eval/{name}", text)
+            self._metrics.flush()
+            is_best = self._best.offer(step, weights, found.score)
+            log.say(f"step {step}/{self._config.steps}: {found.line}{' (best)' if is_best else ''}")
+
+    def _save(self, state: TrainState, log: RunLog) -> None:
+        with log.aside():
+            self._checkpoints.save(state, self._recorded)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Say, of a loss that is not finite, where to go on from."""
+        try:
+            yield
+        except ValueError as error:
+            last = self._checkpoints.latest()
+            where = "there is no checkpoint" if last is None else f"the last checkpoint is {last}"
+            raise ValueError(
+                f"{error}; {where} in {self._checkpoints.directory}. Lower optim.lr or optim.clip"
+                " in a new run; a target in bfloat16 may overflow"
+            ) from error
+
+    @contextlib.contextmanager
+    def _profile(self, step: int) -> Iterator[None]:
+        config = self._config
+        first, last = config.profile_from, config.profile_from + config.profile_steps - 1
+        if config.profile_steps and step == first:
+            jax.profiler.start_trace(str(Path(config.out) / "tensorboard"))
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        if config.profile_steps and step == last:
+            jax.profiler.stop_trace()
