@@ -21,10 +21,15 @@ def run(argv: Sequence[str]) -> None:
     """Read the command line and train what it says."""
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--only", metavar="STAGE", help="run one stage of a file that has several")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.config is None:
         raise ConfigError("give a configuration: --config FILE")
     stages = read_stages(TrainConfig, args.config, args.overrides, args.only)
+    places = [config.out for config in stages.values()]
+    if len(set(places)) < len(places):
+        raise ConfigError(
+            f"two stages have the out {places[0]}: write stages.NAME.out=DIR to change one"
+        )
     command = shlex.join(["python", "train.py", *argv])
     for name, config in stages.items():
         if name:
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         command = shlex.join(["python", "train.py", *argv])
-        print(f"stopped; nothing that was finished is lost, to go on: {command}")
+        print(f"stopped at once, steps since the last save are lost; to go on: {command}")
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

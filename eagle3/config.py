@@ -242,6 +242,9 @@ def read_stages(
     names = [str(name) for name in stages or ()]
     there = f"There are: {', '.join(names)}" if names else "There are none"
     own = [o for o in overrides if o.startswith("stages.")]
+    short = [o for o in own if o.split("=")[0].count(".") < 2]
+    if short:
+        raise ConfigError(f"{short[0]!r} is not an override: write stages.NAME.key=value")
     wanted = [o.split("=")[0].split(".")[1] for o in own] + ([only] if only is not None else [])
     unknown = [name for name in wanted if name not in names]
     if unknown:
@@ -271,23 +274,29 @@ def _build(
 ) -> T:
     """Merge defaults, parts (or the file, if None) and overrides."""
     is_text = {f.name for f in dataclasses.fields(cls) if f.type in (str, "str")}  # type: ignore[arg-type]
-    typed = []
+    typed: list[str] = []
+    given: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not an override: write key=value")
         is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         if key in is_text and not is_quoted:
-            texts.setdefault(key, value)
+            given[key] = value
         else:
             typed.append(override)
     with _one_line(cls, f"{path}: " if path is not None else ""):
         if parts is None:
             parts = [] if path is None else [OmegaConf.load(path)]
-        merged = OmegaConf.merge(OmegaConf.structured(cls), *parts, OmegaConf.from_dotlist(typed))
+        given |= texts
+        # Also merged, as a value may be one that `cls` cannot do without; but OmegaConf would
+        # replace ${...} in it.
+        plain = OmegaConf.create({k: v for k, v in given.items() if "${" not in v})
+        dotted = OmegaConf.from_dotlist(typed)
+        merged = OmegaConf.merge(OmegaConf.structured(cls), *parts, dotted, plain)
         config = OmegaConf.to_object(merged)
     assert isinstance(config, cls)
-    return dataclasses.replace(config, **texts)  # type: ignore[type-var]
+    return dataclasses.replace(config, **given)  # type: ignore[type-var]
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ from eagle3.config import GeneratedTarget
 from gdn import HybridLM, TargetConfig
 
 
-def generated_target(shape: GeneratedTarget, dtype) -> HybridLM:
-    """Make it with random weights in `dtype`; token 0 ends texts, unless tokens are bytes."""
+def generated_target(
+    shape: GeneratedTarget, dtype, eos_token_ids: tuple[int, ...] = ()
+) -> HybridLM:
+    """Make it with random weights in `dtype`."""
     width, layers, vocab = shape.hidden_size, shape.num_hidden_layers, shape.vocab_size
     kinds = tuple("linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers))
     cfg = TargetConfig(
@@ -18,7 +20,7 @@ def generated_target(shape: GeneratedTarget, dtype) -> HybridLM:
         max_position_embeddings=shape.max_position_embeddings, tie_word_embeddings=True,
         norm_unit_offset=True, qk_norm=True, attn_output_gate=True, linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=width // 4, linear_value_head_dim=width // 4,
-        bos_token_id=None, eos_token_ids=() if vocab == 256 else (0,), pad_token_id=None,
+        bos_token_id=None, eos_token_ids=eos_token_ids, pad_token_id=None,
         initializer_range=shape.initializer_range,
     )  # fmt: skip
     return HybridLM(cfg, dtype=dtype, rngs=nnx.Rngs(shape.seed))

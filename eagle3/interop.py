@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 
 from eagle3.draft import Eagle3Draft, Table, vocabulary_problems
 from eagle3.draft_config import DraftConfig
@@ -25,7 +24,7 @@ from eagle3.draft_hf_config import LAYER_IDS, LAYOUTS, read_fields, write_config
 from gdn import HybridLM, TargetConfig
 from gdn.config import raise_problems, unknown_name
 from gdn.hf_config import read_json
-from gdn.weights import CONFIG, INDEX, SINGLE, open_tensors, publish, some
+from gdn.weights import CONFIG, INDEX, SINGLE, open_tensors, publish, some, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -335,7 +334,7 @@ def save_draft(
     tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, directory / (SINGLE + ".tmp"), metadata={"format": "pt"})
+    write_tensors(tensors, directory / (SINGLE + ".tmp"))
     config = write_config(cfg, layout, arrays["lm_head"].dtype.name, target_name)
     publish(directory, [SINGLE], config)
 

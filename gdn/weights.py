@@ -295,7 +295,7 @@ def save_pretrained(model: HybridLM, directory: str | Path, max_shard_bytes: int
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: np.ascontiguousarray(make()) for name, make in shard}
-        save_file(tensors, directory / (file + ".tmp"), metadata={"format": "pt"})
+        write_tensors(tensors, directory / (file + ".tmp"))
         files.append(file)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
@@ -305,6 +305,19 @@ def save_pretrained(model: HybridLM, directory: str | Path, max_shard_bytes: int
             )
         )
     publish(directory, files, model.cfg.to_hf())
+
+
+def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Write a safetensors file.
+
+    Raises:
+      OSError: it could not be written; what was begun is removed.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # which hides the system's error
+        path.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}") from error
 
 
 def publish(directory: Path, files: list[str], config: dict) -> None:

@@ -145,13 +145,14 @@ def test_sums_are_those_of_going_through_every_slot(draft, teaching):
             if mask[taught + 1]:
                 expected["slots"] += 1
                 expected["hit"] += right[slot]
+                expected["chains"] += mask[slot + 2 : taught + 2].all()
                 expected["reached"] += starts
                 expected["run"] += starts and right[slot]
                 expected["overlap"] += np.exp(np.minimum(log_p, log_q)).sum()
                 if best[taught] in ids:
                     expected["weight"] += 1
                     expected["loss"] -= (np.exp(log_p) * log_q).sum()
-            was_right[slot] = starts and right[slot]
+            was_right[slot] = starts and right[slot] and mask[taught + 1]
         assert 0 < expected["weight"] < expected["slots"]
         for name, value in expected.items():
             np.testing.assert_allclose(getattr(found, name), value, rtol=1e-4, err_msg=name)

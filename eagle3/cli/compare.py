@@ -204,3 +204,6 @@ def _print_totals(pairs: Sequence[Pair], as_json: bool) -> None:
     )
     print(f"tau {tau:.2f} tokens a round, the bonus token included")
     print(f"accepted at depth 1, 2, ... if reached: {depths}")
+    if math.isfinite(ratio) and ratio > 0:
+        gained = "so time is gained" if ratio > 1 else "so no time is gained"
+        print(f"a round takes the time of {tau / ratio:.2f} plain tokens, {gained}")

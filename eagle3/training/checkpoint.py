@@ -111,7 +111,8 @@ class Checkpoints:
         """Read the newest checkpoint.
 
         Args:
-          like: a state of the same structure, shapes and dtypes; its values do not matter.
+          like: a state of the same structure, shapes and dtypes, or what `jax.eval_shape` makes of
+        one.
 
         Raises:
           ValueError: the checkpoint has other shapes, or cannot be read.
@@ -158,4 +159,6 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _device(x: Any) -> Any:
-    return x.sharding if isinstance(x, jax.Array) else None
+    if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return x.sharding if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else None

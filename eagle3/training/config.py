@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from eagle3.config import ConfigError, GeneratedTarget, TreeConfig
 from eagle3.draft_config import DraftConfig
@@ -222,6 +223,11 @@ class TrainConfig:
             raise ConfigError(f"dtype is {self.dtype!r}, it must be float32 or bfloat16")
         if self.task == "draft" and self.target is None:
             raise ConfigError("task is draft, which needs a target to draft for: give target=DIR")
+        if self.target is not None and Path(self.target).resolve() == Path(self.out).resolve():
+            raise ConfigError(
+                f"out and target are both {self.out}: the run would overwrite what it starts from;"
+                " give another out"
+            )
         if self.task == "target" and self.target is not None and self.tokenizer is not None:
             raise ConfigError("tokenizer is set, but target has its own: give one of the two")
         if self.task == "target" and self.regenerate.rows:

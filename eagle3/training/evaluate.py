@@ -50,11 +50,12 @@ def draft_scalars(sums: Sequence[StepSums]) -> dict[str, float]:
         slots = max(float(step.slots), 1.0)
         found[f"loss_step_{number}"] = float(step.loss) / max(float(step.weight), 1.0)
         found[f"accuracy_step_{number}"] = float(step.hit) / slots
-        found[f"joint_accuracy_step_{number}"] = float(step.run) / slots
+        joint = float(step.run) / max(float(step.chains), 1.0)
+        found[f"joint_accuracy_step_{number}"] = joint
         reached = max(float(step.reached), 1.0)
         found[f"conditional_accuracy_step_{number}"] = float(step.run) / reached
         found[f"overlap_step_{number}"] = float(step.overlap) / slots
-        tau += float(step.run) / slots
+        tau += joint
     return found | {"tau_simulated": tau}
 
 
@@ -74,13 +75,18 @@ def _sums(task: Any, params: Any, frozen: Any, batch: Any) -> Any:
 
 
 def beginnings(
-    datasets: Mapping[str, TokenDataset], count: int, prompt_tokens: int, skip: int = 0
+    datasets: Mapping[str, TokenDataset],
+    count: int,
+    prompt_tokens: int,
+    room: int,
+    skip: int = 0,
 ) -> list[list[int]]:
     """Return prompts from held-out documents, evenly spread over them.
 
     A text is cut after `prompt_tokens` tokens, a conversation where its first answer begins.
 
     Args:
+      room: most tokens that a prompt may have; longer ones are passed over.
       skip: how many of these prompts come before: another `skip` gives other prompts.
     """
     candidates = []
@@ -88,7 +94,7 @@ def beginnings(
         for start, end in zip(data.offsets[:-1].tolist(), data.offsets[1:].tolist(), strict=True):
             first = int(np.argmax(data.mask[start:end]))
             size = first if first > 1 else prompt_tokens
-            if 0 < size < end - start:
+            if 0 < size < end - start and size <= room:
                 candidates.append((data, start, size))
     # The same spread for every count: a permutation that knows nothing of it.
     order = np.random.default_rng(len(candidates)).permutation(len(candidates))

@@ -34,7 +34,7 @@ from eagle3.training.optim import make_optimizer
 from eagle3.training.regenerate import regenerate
 from eagle3.training.step import DraftTask, TargetTask, TrainState
 from eagle3.vocab import count_tokens, draft_vocabulary
-from gdn import HybridLM, load_pretrained, save_pretrained
+from gdn import HybridLM, TargetConfig, load_pretrained, save_pretrained
 
 Report = Callable[[str], Any]
 PROMPTS = "prompts.jsonl"  # held-out beginnings that choosing the best draft did not look at
@@ -67,19 +67,21 @@ def build_job(config: TrainConfig, report: Report) -> Job:
 
 def _target_job(config: TrainConfig, report: Report) -> Job:
     if config.target is None:
-        model = generated_target(config.generated, jnp.float32)
+        vocab_size, load = config.generated.vocab_size, None
     else:
-        model = load_pretrained(config.target, jnp.float32)
-    cfg = model.cfg
-    tokenizer_dir = place_tokenizer(config, report)
-    masker = Masker.load(tokenizer_dir, cfg.vocab_size)
+        load = load_pretrained(config.target, jnp.float32)
+        vocab_size = load.cfg.vocab_size
+    masker = Masker.load(place_tokenizer(config, vocab_size, report), vocab_size)
     datasets = open_datasets(config.data, masker, report)
+    model = load or generated_target(config.generated, jnp.float32, masker.tokenizer.end_ids)
+    cfg = model.cfg
+    _check_tokens(config, cfg, datasets)
     graph, params, _ = _split(model)
     half = jax.eval_shape(lambda: HybridLM(cfg, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(0)))
     dtypes = tuple(x.dtype for x in jax.tree.leaves(_split(half)[1]))
     task = TargetTask(graph, dtypes)
     held, held_data = _heldout(config, masker, report)
-    prompts = evaluate.beginnings(held_data, config.eval.prompts, config.eval.prompt_tokens)
+    prompts = _prompts(config, held_data, cfg)
 
     def evaluate_target(params: Any) -> Evaluation:
         sums = evaluate.heldout_sums(task, params, (), held)
@@ -116,11 +118,14 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
     if not Path(config.target).is_dir():
         raise ConfigError(f"target {config.target} is no directory: train or download it first")
     dtype = jnp.dtype(config.dtype)
-    target = load_pretrained(config.target, dtype)
-    masker = Masker.load(config.target, target.cfg.vocab_size)
+    target_cfg = TargetConfig.from_hf(config.target)
+    masker = Masker.load(config.target, target_cfg.vocab_size)
+    # Before the target is loaded here: answering loads it too.
     data = regenerate(config, masker, report) if config.regenerate.rows else config.data
     datasets = open_datasets(data, masker, report)
-    cfg = config.draft.for_target(target.cfg)
+    _check_tokens(config, target_cfg, datasets)
+    target = load_pretrained(config.target, dtype)
+    cfg = config.draft.for_target(target_cfg)
     counts = sum(count_tokens(d.tokens, d.mask, cfg.vocab_size) for d in datasets.values())
     vocabulary = draft_vocabulary(
         np.asarray(counts), cfg.draft_vocab_size, masker.tokenizer.control_ids
@@ -157,8 +162,8 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
         return nnx.merge(graph, jax.tree.unflatten(structure, cast), tables)
 
     held, held_data = _heldout(config, masker, report)
-    prompts = evaluate.beginnings(held_data, config.eval.prompts, config.eval.prompt_tokens)
-    _write_prompts(config, held_data, masker)
+    prompts = _prompts(config, held_data, target.cfg)
+    _write_prompts(config, held_data, target.cfg, masker)
     plan = config.eval.tree.plan()
 
     def evaluate_draft(params: Any) -> Evaluation:
@@ -231,10 +236,43 @@ def _heldout(
     return [Batch(*(x[None] for x in batch)) for batch in made], datasets
 
 
-def _write_prompts(config: TrainConfig, held: dict[str, TokenDataset], masker: Masker) -> None:
+def _check_tokens(
+    config: TrainConfig, cfg: TargetConfig, datasets: dict[str, TokenDataset]
+) -> None:
+    """Refuse rows that the target cannot read."""
+    largest = max(int(d.tokens.max()) for d in datasets.values())
+    if largest >= cfg.vocab_size:
+        raise ConfigError(
+            f"the data has token {largest}, the target has {cfg.vocab_size}: the tokenizer is not"
+            " the target's, or generated.vocab_size is too small for it"
+        )
+    if config.data.length > cfg.max_position_embeddings:
+        raise ConfigError(
+            f"data.length is {config.data.length}, the target has {cfg.max_position_embeddings}"
+            " positions: lower it"
+        )
+
+
+def _prompts(
+    config: TrainConfig, held: dict[str, TokenDataset], cfg: TargetConfig, skip: int = 0
+) -> list[list[int]]:
+    """Return held-out beginnings that leave room for what is decoded after them."""
+    sizes = config.eval
+    room = cfg.max_position_embeddings - sizes.max_new_tokens
+    if held and sizes.prompts and room < sizes.prompt_tokens:
+        raise ConfigError(
+            f"eval.prompt_tokens {sizes.prompt_tokens} and eval.max_new_tokens"
+            f" {sizes.max_new_tokens} are more than the {cfg.max_position_embeddings} positions of"
+            " the target: lower one of them"
+        )
+    return evaluate.beginnings(held, sizes.prompts, sizes.prompt_tokens, room, skip)
+
+
+def _write_prompts(
+    config: TrainConfig, held: dict[str, TokenDataset], cfg: TargetConfig, masker: Masker
+) -> None:
     """Leave prompts for `decode.py --compare` that choosing the best draft did not look at."""
-    count, size = config.eval.prompts, config.eval.prompt_tokens
-    prompts = evaluate.beginnings(held, count, size, skip=count)
+    prompts = _prompts(config, held, cfg, skip=config.eval.prompts)
     if not prompts:
         return
     lines = [json.dumps({"prompt": masker.tokenizer.decode(ids, special=True)}) for ids in prompts]

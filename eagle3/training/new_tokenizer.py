@@ -24,19 +24,23 @@ _FILES = (
 )
 
 
-def place_tokenizer(config: TrainConfig, report: Callable[[str], Any]) -> str | None:
-    """See that the tokenizer lies in `config.out`, and return that; None if tokens are bytes.
+def place_tokenizer(
+    config: TrainConfig, vocab_size: int, report: Callable[[str], Any]
+) -> str | None:
+    """Copy the tokenizer's files to `config.out`; returns where they are from, None for bytes.
+
+    Not where they are now: there, a run leaves a config.json that a later start would read too.
 
     Raises:
       ConfigError: the directory that was named has none.
     """
     source = config.target or config.tokenizer
-    if source is None and config.generated.vocab_size == _BYTES:
+    if source is None and vocab_size == _BYTES:
         return None
     folder = Path(source) if source is not None else _trained(config, report)
     if not (folder / "tokenizer.json").is_file():
-        if config.target is not None and config.generated.vocab_size == _BYTES:
-            return None  # a byte-level target has no files
+        if config.target is not None and vocab_size == _BYTES:
+            return None  # targets on bytes need no files
         raise ConfigError(f"{folder} has no tokenizer.json: give the directory of a tokenizer")
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -45,7 +49,7 @@ def place_tokenizer(config: TrainConfig, report: Callable[[str], Any]) -> str | 
             partial = out / (name + ".tmp")
             shutil.copyfile(folder / name, partial)
             partial.replace(out / name)
-    return config.out
+    return str(folder)
 
 
 def _trained(config: TrainConfig, report: Callable[[str], Any]) -> Path:

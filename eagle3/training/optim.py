@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import optax
@@ -16,11 +17,11 @@ from eagle3.config import ConfigError
 class OptimConfig:
     """How weights move."""
 
-    kind: str = "adamw"  # adamw, or muon: matrices by Muon, the rest by AdamW
+    kind: str = "adamw"  # adamw, or muon: matrices of layers by Muon, the rest by AdamW
     lr: float = 1e-3  # peak, after warm-up; of Muon's matrices, scaled to Adam's size of update
     schedule: str = "cosine"  # from the peak to 0 by the last step: cosine, linear; or constant
     warmup: float = 0.02  # share of all steps
-    weight_decay: float = 0.0  # per step and unit of learning rate, on matrices only
+    weight_decay: float = 0.0  # per step and unit of learning rate, on matrices (muon: its own)
     b1: float = 0.9  # of Adam's first moment
     b2: float = 0.95  # of its second, as in the EAGLE papers
     clip: float = 0.5  # largest global norm of a gradient, as in the EAGLE papers; 0: off
@@ -65,13 +66,27 @@ def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([start, after], [warmup])
 
 
+def _dimensions(params: Any) -> Any:
+    """Mark the matrices between layers, which Muon orthogonalises; None is Adam's.
+
+    Rows of tables and heads stand for tokens, and rows of convolutions for channels, which share no
+    directions (arXiv 2502.16982 leaves the tables to AdamW too).
+    """
+
+    def of(path, x):
+        is_table = path[-1].key in ("embed_tokens", "lm_head", "conv1d")
+        return None if x.ndim != 2 or is_table else optax.contrib.MuonDimensionNumbers()
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     """Return the transformation of gradients into updates."""
     rate = learning_rate(config, steps)
     if config.kind == "muon":
         moves = optax.contrib.muon(
             rate, adam_b1=config.b1, adam_b2=config.b2, weight_decay=config.weight_decay,
-            consistent_rms=0.2,
+            adam_weight_decay=0.0, consistent_rms=0.2, muon_weight_dimension_numbers=_dimensions,
         )  # fmt: skip
     else:
         moves = optax.adamw(

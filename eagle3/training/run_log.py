@@ -19,6 +19,10 @@ from eagle3.training.step import StepMetrics
 Report = Callable[[str], Any]
 
 
+class NotFiniteError(ValueError):
+    """A run that has come to numbers that are none."""
+
+
 class RunLog:
     """Collects the steps of a run and tells of them every so often."""
 
@@ -57,7 +61,7 @@ class RunLog:
         """Take the numbers of a step (from 1 on), and tell of the step before.
 
         Raises:
-          ValueError: the loss or the gradient of the step before is not finite.
+          NotFiniteError: loss, gradient or weights of the step before are not finite.
         """
         self.flush()
         self._pending = (step, found, tokens)
@@ -66,16 +70,20 @@ class RunLog:
         """Wait for the last step, and tell of it.
 
         Raises:
-          ValueError: its loss or its gradient is not finite.
+          NotFiniteError: its loss, gradient or weights are not finite.
         """
         if self._pending is None:
             return
         step, found, tokens = self._pending
         self._pending = None
         found = jax.device_get(found)
-        for name, value in (("loss", found.loss), ("gradient", found.gradient_norm)):
+        for name, value in (
+            ("loss", found.loss),
+            ("norm of the gradient", found.gradient_norm),
+            ("norm of the weights after it", found.weight_norm),
+        ):
             if not math.isfinite(value):
-                raise ValueError(f"the {name} of step {step} is {float(value)}")
+                raise NotFiniteError(f"the {name} of step {step} is {float(value)}")
         self._losses.append(float(found.loss))
         self._sums = found.sums if self._sums is None else _add(self._sums, found.sums)
         if self._since is None:

@@ -155,6 +155,7 @@ class StepMetrics(NamedTuple):
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]  # before clipping
+    weight_norm: Float[Array, ""]  # after the step
     sums: Any  # of the task
 
 
@@ -177,15 +178,18 @@ def train_step(
         return jax.tree.map(jnp.add, carry, (loss, sums, gradient)), None
 
     first = jax.tree.map(lambda x: x[0], batch)
-    (loss, sums), gradient = gradient_of(state.params, frozen, first, counts)
-    total = (loss, sums, gradient)
-    if jax.tree.leaves(batch)[0].shape[0] > 1:
-        total, _ = jax.lax.scan(piece, total, jax.tree.map(lambda x: x[1:], batch))
+    if jax.tree.leaves(batch)[0].shape[0] == 1:
+        (loss, sums), gradient = gradient_of(state.params, frozen, first, counts)
+        total = (loss, sums, gradient)
+    else:  # all in the loop: a first piece outside would be compiled, and held, a second time
+        (loss, sums), gradient = jax.eval_shape(gradient_of, state.params, frozen, first, counts)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (loss, sums, gradient))
+        total, _ = jax.lax.scan(piece, zeros, batch)
     loss, sums, gradient = total
     updates, new = optimizer.update(gradient, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     average = state.average
     if average is not None:
         average = optax.incremental_update(params, average, 1.0 - ema)
-    metrics = StepMetrics(loss, optax.tree.norm(gradient), sums)
+    metrics = StepMetrics(loss, optax.tree.norm(gradient), optax.tree.norm(params), sums)
     return TrainState(state.step + 1, params, new, average), metrics

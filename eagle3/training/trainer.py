@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3.config import to_yaml
+from eagle3.digest import digest
 from eagle3.interrupt import Interrupt
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.config import TrainConfig
@@ -29,16 +31,16 @@ from eagle3.training.flops import measured_peak
 from eagle3.training.jobs import Job, Report, build_job
 from eagle3.training.metrics import Metrics
 from eagle3.training.optim import learning_rate
-from eagle3.training.run_log import RunLog
+from eagle3.training.run_log import NotFiniteError, RunLog
 from eagle3.training.step import TrainState, train_step
 
 _BEST = "best.json"
 # What a run may be resumed with another value of: where things are, and what is looked at when.
-_FREE = ("out", "target", "tokenizer", "eval", "save", "log_every")
-_FREE += ("profile_from", "profile_steps", "peak_tflops")
+_FREE = ("out", "target", "tokenizer", "eval", "save", "log_every", "profile_from")
+_FREE += ("profile_steps", "peak_tflops")
 _FREE_DATA = ("cache", "feature_cache", "feature_cache_gb", "prefetch")
-
-
+# What has no part in a task.
+_UNUSED = {"target": ("draft", "ttt", "regenerate"), "draft": ("generated",)}
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -56,11 +58,13 @@ def train(config: TrainConfig, report: Report = print) -> bool:
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", *keep))
         job = build_job(config, report)
         recorded = _recorded(config, job)
-        state = job.state
+        like, state = jax.eval_shape(lambda: job.state), job.state
+        job = job._replace(state=None)  # nobody else holds it, so that it can be given away
         is_new = checkpoints.latest() is None
         if not is_new:
             _refuse_contradictions(checkpoints, recorded)
-            state = checkpoints.load(job.state)
+            del state  # room for the other
+            state = checkpoints.load(like)
             report(f"{config.out}: going on after step {int(state.step)} of {config.steps}")
         write_atomically(out / "train.yaml", to_yaml(config))
         metrics = stack.enter_context(Metrics(out / "tensorboard"))
@@ -68,7 +72,7 @@ def train(config: TrainConfig, report: Report = print) -> bool:
             metrics.text(0, "config", to_yaml(config))
         # Before this, signals end the run at once: what was prepared is in caches.
         interrupt = stack.enter_context(Interrupt(SIGNALS))
-        best = _Best(out, job)
+        best = _Best(out, job, digest(dataclasses.asdict(config.eval)), is_new)
         run = _Run(config, job, checkpoints, metrics, best, recorded, interrupt, report)
         return run.steps(state, is_new)
 
@@ -76,10 +80,14 @@ def train(config: TrainConfig, report: Report = print) -> bool:
 def _recorded(config: TrainConfig, job: Job) -> dict[str, Any]:
     """Return all that decides the weights, as JSON has it."""
     values = dataclasses.asdict(config)
-    for name in _FREE:
+    for name in (*_FREE, *_UNUSED[config.task]):
         del values[name]
     for name in _FREE_DATA:
         del values["data"][name]
+    for source in values["data"]["sources"].values():  # its content is in the identity
+        del source["files"], source["streaming"]
+    if "regenerate" in values:
+        del values["regenerate"]["batch_size"]
     return json.loads(json.dumps({"config": values, "identity": job.identity}))
 
 
@@ -93,7 +101,8 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
     wrong = [
         f"{name.removeprefix('config.')} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
+        # A field that is younger than the checkpoint had its default then.
+        if name in before and before[name] != now.get(name)
     ]
     if wrong:
         raise ValueError(
@@ -121,22 +130,54 @@ def write_atomically(path: Path, text: str) -> None:
 class _Best:
     """The best weights so far, exported; survives a restart."""
 
-    def __init__(self, out: Path, job: Job):
-        self._out, self._job = out, job
+    def __init__(self, out: Path, job: Job, measure: str, is_new: bool):
+        """Go on from the files of an earlier start.
+
+        Args:
+          measure: digest of how scores are made; those of another one cannot be compared.
+        """
+        self._out, self._job, self._measure = out, job, measure
         self._file = out / _BEST
+        self._step = self.evaluated = -1
         self.score: float | None = None
         # A kill in the middle of an export leaves no config.json: then nothing is there.
-        if self._file.exists() and (out / "config.json").exists():
-            self.score = json.loads(self._file.read_text(encoding="utf-8"))["score"]
+        if not is_new and self._file.exists() and self.is_exported:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            if found.get("measure") == measure:
+                self._step, self.score = found["step"], found["score"]
+                self.evaluated = found["evaluated"]
+
+    @property
+    def is_exported(self) -> bool:
+        """Tell whether the model's files are there."""
+        return (self._out / "config.json").exists()
 
     def offer(self, step: int, params: Any, score: float) -> bool:
-        """Export the weights if they are better than those before."""
-        if self.score is not None and score <= self.score:
-            return False
+        """Export the weights if they are better than those before.
+
+        Raises:
+          NotFiniteError: the score is not a number.
+        """
+        if not math.isfinite(score):
+            raise NotFiniteError(f"the evaluation after step {step} gives {score}")
+        is_best = self.score is None or score > self.score
+        if is_best:
+            self._job.export(params)
+            self._step, self.score = step, score
+        self._note(step)
+        return is_best
+
+    def keep(self, step: int, params: Any) -> None:
+        """Export the weights, which nothing tells better or worse."""
         self._job.export(params)
-        self.score = score
-        write_atomically(self._file, json.dumps({"step": step, "score": score}) + "\n")
-        return True
+        self._step = step
+        self._note(step)
+
+    def _note(self, step: int) -> None:
+        self.evaluated = step
+        found = {"step": self._step, "score": self.score, "evaluated": step}
+        text = json.dumps(found | {"measure": self._measure}) + "\n"
+        write_atomically(self._file, text)
 
 
 class _Run:
@@ -156,6 +197,7 @@ class _Run:
         self._config, self._job, self._checkpoints = config, job, checkpoints
         self._metrics, self._best, self._recorded = metrics, best, recorded
         self._interrupt, self._report = interrupt, report
+        self._is_traced = False
 
     def steps(self, state: TrainState, is_new: bool) -> bool:
         """Run to the end or to an interrupt; returns whether it is the end."""
@@ -168,8 +210,12 @@ class _Run:
             peak=peak,
         )  # fmt: skip
         with contextlib.closing(log), Prefetcher(self._batch, first, config.data.prefetch) as ahead:
-            if is_new and config.eval.every:
-                self._evaluate(0, state, log)
+            if first < config.steps:
+                self._report("compiling: the first step takes a while")
+            is_missed = self._best.evaluated != first or not self._best.is_exported
+            if self._is_due(first) and (is_new or is_missed):
+                with self._guarded():
+                    self._evaluate(first, state, log)
             for step in range(first + 1, config.steps + 1):
                 if self._interrupt.is_set:
                     break
@@ -179,22 +225,28 @@ class _Run:
                         job.task, job.optimizer, state, job.frozen, job.take(step - 1, batch),
                         config.optim.ema,
                     )  # fmt: skip
+                if step == config.profile_from + config.profile_steps - 1:
+                    self._stop_trace(state)
                 with self._guarded():
                     log.push(step, found, tokens)
-                is_last = step == config.steps
-                if is_last or (config.eval.every and step % config.eval.every == 0):
+                if self._is_due(step) or step % config.save.every == 0:
                     with self._guarded():
                         log.flush()
-                    self._evaluate(step, state, log)
-                if is_last or step % config.save.every == 0:
+                    self._save(state, log)  # first: an evaluation takes its time, or fails
+                if self._is_due(step):
                     with self._guarded():
-                        log.flush()
-                    self._save(state, log)
+                        self._evaluate(step, state, log)
+            self._stop_trace(state)
             with self._guarded():
                 log.flush()
             self._save(state, log)
             self._checkpoints.wait()
-        return int(state.step) == config.steps
+        return not self._interrupt.is_set
+
+    def _is_due(self, step: int) -> bool:
+        """Tell whether the weights after a step are evaluated."""
+        every = self._config.eval.every
+        return step == self._config.steps or (every > 0 and step % every == 0)
 
     def _batch(self, step: int) -> tuple[Batch, int]:
         """Make the pieces of a step's batch, and count their tokens."""
@@ -209,7 +261,7 @@ class _Run:
         with log.aside():
             if self._job.evaluate is None:
                 if step == self._config.steps:
-                    self._job.export(weights)
+                    self._best.keep(step, weights)
                 return
             found = self._job.evaluate(weights)
             self._metrics.scalars(step, {f"eval/{k}": v for k, v in found.scalars.items()})
@@ -230,21 +282,30 @@ class _Run:
         """Say, of a loss that is not finite, where to go on from."""
         try:
             yield
-        except ValueError as error:
+        except NotFiniteError as error:
             last = self._checkpoints.latest()
             where = "there is no checkpoint" if last is None else f"the last checkpoint is {last}"
             raise ValueError(
-                f"{error}; {where} in {self._checkpoints.directory}. Lower optim.lr or optim.clip"
-                " in a new run; a target in bfloat16 may overflow"
+                f"{error}; {where} in {self._checkpoints.directory} (remove its folder to go on"
+                " from the one before). Lower optim.lr or optim.clip in a new run; a target in"
+                " bfloat16 may overflow"
             ) from error
 
     @contextlib.contextmanager
     def _profile(self, step: int) -> Iterator[None]:
+        """Trace the steps that the configuration names, as far as they are in this run."""
         config = self._config
-        first, last = config.profile_from, config.profile_from + config.profile_steps - 1
-        if config.profile_steps and step == first:
+        last = config.profile_from + config.profile_steps - 1
+        is_inside = config.profile_steps > 0 and config.profile_from <= step <= last
+        if is_inside and not self._is_traced:
             jax.profiler.start_trace(str(Path(config.out) / "tensorboard"))
+            self._is_traced = True
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
-        if config.profile_steps and step == last:
+
+    def _stop_trace(self, state: TrainState) -> None:
+        """End a trace once the device has done what it is of."""
+        if self._is_traced:
+            jax.block_until_ready(state)
             jax.profiler.stop_trace()
+            self._is_traced = False

@@ -40,8 +40,9 @@ class StepSums(NamedTuple):
     weight: Float[Array, ""]  # slots that were trained on
     slots: Float[Array, ""]  # slots in the mask, whatever their target
     hit: Float[Array, ""]  # of these: the target's best token and the draft's are one
-    run: Float[Array, ""]  # of these: and so at all steps before
-    reached: Float[Array, ""]  # of these: so at all steps before
+    chains: Float[Array, ""]  # of these: in the mask at all steps before
+    run: Float[Array, ""]  # of these: and hit now and at all steps before
+    reached: Float[Array, ""]  # of the chains: hit at all steps before
     overlap: Float[Array, ""]  # sum of min(p, q), the chance that a drawn token is accepted
 
 
@@ -151,28 +152,31 @@ def draft_loss(
     """
     target_ids = draft.target_ids[...]
     counts = slot_weights(teaching.loss_mask, teaching.segment_ids, steps)
-    is_known = jnp.isin(teaching.best, target_ids)
+    known_ids = jnp.zeros(draft.cfg.vocab_size, bool).at[target_ids].set(True)
+    is_known = known_ids[teaching.best]
     following = _ahead(teaching.tokens, 1)
-    runs = [counts[0]]
+    run = chain = counts[0]
+    batch, length = teaching.tokens.shape
+    size = min(length, max(1, rows // batch))
+    # Once for all steps: as many copies of it would be held.
+    teacher = jnp.pad(teaching.logits, ((0, 0), (0, -length % size + steps), (0, 0)))
 
     def visit(step, z):
         best, known = (_ahead(x, step + 1) for x in (teaching.best, is_known))
         weight = counts[step] & (known | keep_unknown)
-        loss, token, overlap = _scores(
-            draft, z, teaching.logits, step + 1, weight, loss_function, rows
-        )
+        loss, token, overlap = _scores(draft, z, teacher, step + 1, weight, loss_function, size)
         return loss, weight, target_ids[token] == best, overlap
 
     seen = unroll_with(draft, teaching.aux_hidden, following, steps, visit, teaching.segment_ids)
     sums = []
     for step, (loss, weight, hit, overlap) in enumerate(seen):
         slots = counts[step]
-        reached = runs[-1] & slots
-        runs.append(runs[-1] & hit)
+        chain, reached = chain & slots, run & slots
+        run = reached & hit
         sums.append(
             StepSums(
                 loss=loss, weight=_count(weight), slots=_count(slots), hit=_count(hit & slots),
-                run=_count(runs[-1] & slots), reached=_count(reached),
+                chains=_count(chain), run=_count(run), reached=_count(reached),
                 overlap=jnp.sum(jnp.where(slots, overlap, 0.0)),
             )
         )  # fmt: skip
@@ -182,22 +186,23 @@ def draft_loss(
 def _scores(
     draft: Eagle3Draft,
     z: Float[Array, "B T H"],
-    teacher: Float[Array, "B T Vd"],
+    teacher: Float[Array, "B S Vd"],
     ahead: int,
     weight: Bool[Array, "B T"],
     loss_function: LossFunction,
-    rows: int,
+    size: int,
 ) -> tuple[Float[Array, ""], Int[Array, "B T"], Float[Array, "B T"]]:
-    """Compare the draft at slot t with the teacher at t + `ahead`, some slots at a time.
+    """Compare the draft at slot t with the teacher at t + `ahead`, `size` slots at a time.
+
+    Args:
+      teacher: with as many more slots as `ahead` and the last block reach over.
 
     Returns:
       The loss, summed over `weight`; the draft's best token, a draft id; sum(min(p, q)).
     """
     batch, length = z.shape[:2]
-    size = min(length, max(1, rows // batch))
     count = -(-length // size)
     padding = ((0, 0), (0, count * size - length))
-    teacher = jnp.pad(teacher, ((0, 0), (0, count * size - length + ahead), (0, 0)))
     z = jnp.pad(z, (*padding, (0, 0))).reshape(batch, count, size, -1)
     weight = jnp.pad(weight, padding).reshape(batch, count, size)
 
