@@ -1,4 +1,4 @@
-"""Decode: `python decode.py --config configs/quickstart.yaml --prompt "def fibonacci(n):"`.
+"""Decode: `python decode.py --config configs/decode.yaml --prompt "def fibonacci(n):"`.
 
 Parses, builds, calls. `--prompts FILE.jsonl` answers a file, `--chat` talks, `--compare` times a
 draft against plain decoding; `--target DIR --draft DIR` take any Hugging Face directory. Exit

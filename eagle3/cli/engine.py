@@ -83,7 +83,7 @@ def build(config: DecodeConfig) -> Engine:
     """
     for name, directory in (("target", config.target), ("draft", config.draft)):
         if directory is not None and not Path(directory).is_dir():
-            hint = "; `python train.py` makes a small target" if name == "target" else ""
+            hint = "; `make demo` trains a small target" if name == "target" else ""
             raise ConfigError(
                 f"{name} {directory} is no directory: give one with config.json and safetensors"
                 + hint
