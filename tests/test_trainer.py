@@ -239,6 +239,13 @@ def test_other_text_is_another_configuration(straight, capsys):
     assert "identity.data.fox was" in capsys.readouterr().err
 
 
+def test_one_more_source_is_another_configuration(straight, capsys):
+    argv = text_run(straight, "steps=4", "save.every=1")
+    argv += [f"data.sources.more.files={straight / 'fox.txt'}"]
+    assert train.main(["--config", TINY, "--only", "target", *argv]) == 2
+    assert "identity.data.more was None" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_with_step_loss_and_checkpoint(
     tmp_path, capsys, monkeypatch
 ):

@@ -101,8 +101,9 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
     wrong = [
         f"{name.removeprefix('config.')} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        # A field that is younger than the checkpoint had its default then.
-        if name in before and before[name] != now.get(name)
+        # A field that is younger than the checkpoint had its default then; a source had none.
+        if (name in before or name.startswith(("identity.", "config.data.sources.")))
+        and before.get(name) != now.get(name)
     ]
     if wrong:
         raise ValueError(
