@@ -17,6 +17,7 @@ from eagle3.config import ConfigError
 from eagle3.digest import digest, directory_digest
 from eagle3.draft import draft_for
 from eagle3.draft_config import DraftConfig
+from eagle3.files import write_whole
 from eagle3.generated import generated_target
 from eagle3.interop import save_draft
 from eagle3.training import evaluate
@@ -32,7 +33,7 @@ from eagle3.training.flops import draft_flops, target_flops
 from eagle3.training.new_tokenizer import place_tokenizer
 from eagle3.training.optim import make_optimizer
 from eagle3.training.regenerate import regenerate
-from eagle3.training.step import DraftTask, TargetTask, TrainState
+from eagle3.training.step import DraftTask, TargetTask, TrainState, cast
 from eagle3.vocab import count_tokens, draft_vocabulary
 from gdn import HybridLM, TargetConfig, load_pretrained, save_pretrained
 
@@ -157,9 +158,7 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
         return FeaturedBatch(batch, cache.features(rows, lambda: look(batch).features))
 
     def merged(params: Any):
-        leaves, structure = jax.tree.flatten(params)
-        cast = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-        return nnx.merge(graph, jax.tree.unflatten(structure, cast), tables)
+        return nnx.merge(graph, cast(params, dtypes), tables)
 
     held, held_data = _heldout(config, masker, report)
     prompts = _prompts(config, held_data, target.cfg)
@@ -278,9 +277,7 @@ def _write_prompts(
     lines = [json.dumps({"prompt": masker.tokenizer.decode(ids, special=True)}) for ids in prompts]
     path = Path(config.out) / PROMPTS
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, "".join(line + "\n" for line in lines))
 
 
 def _split(module: nnx.Module) -> tuple[Any, Any, Any]:

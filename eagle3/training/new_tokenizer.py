@@ -3,12 +3,12 @@
 import hashlib
 import json
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from eagle3.config import ConfigError
+from eagle3.files import new_folder
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.bpe import train_bpe
 from eagle3.training.data.rows import Chat, Dropped, Text, parse_row
@@ -62,16 +62,8 @@ def _trained(config: TrainConfig, report: Callable[[str], Any]) -> Path:
     if folder.exists():
         return folder
     report(f"training a tokenizer of {config.generated.vocab_size:,} entries")
-    partial = folder.with_name(f".{name}-{uuid.uuid4().hex}")
-    try:
+    with new_folder(folder) as partial:
         train_bpe(_texts(config), config.generated.vocab_size, partial)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.exists():  # otherwise another run was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 

@@ -20,6 +20,7 @@ from eagle3.cli.batch import run_batch
 from eagle3.cli.engine import Engine, build
 from eagle3.config import ConfigError, DecodeConfig, SamplingConfig
 from eagle3.digest import digest, directory_digest
+from eagle3.files import write_whole
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.data.masking import Masker
@@ -164,8 +165,5 @@ def _sha256(path: Path) -> str:
 
 
 def _write(path: Path, rows: Sequence[Any]) -> None:
-    """Write JSON lines, a file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    partial.replace(path)
+    """Write JSON lines."""
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -65,7 +65,7 @@ class TargetTask:
 
     def loss(self, params, frozen, batch: Batch, counts) -> tuple[jax.Array, TargetSums]:
         """Return the mean cross-entropy in nats."""
-        model = nnx.merge(self.graph, _cast(params, self.dtypes))
+        model = nnx.merge(self.graph, cast(params, self.dtypes))
         hidden = model(batch.tokens, batch.segment_ids).hidden
         following = jnp.pad(batch.tokens, ((0, 0), (0, 1)))[:, 1:]
         head = model.embed_tokens if model.cfg.tie_word_embeddings else model.lm_head
@@ -134,7 +134,7 @@ class DraftTask:
           frozen: the draft's tables, and the rows of the target's head that `head_rows` gives.
         """
         tables, rows = frozen
-        draft = nnx.merge(self.graph, _cast(params, self.dtypes), tables)
+        draft = nnx.merge(self.graph, cast(params, self.dtypes), tables)
         teaching = teach(batch, rows)
         sums = draft_loss(draft, teaching, self.steps, LOSSES[self.loss_name], self.keep_unknown)
         weights = self.decay ** jnp.arange(self.steps)
@@ -142,7 +142,7 @@ class DraftTask:
         return jnp.sum(weights * losses) / jnp.sum(weights), sums
 
 
-def _cast(params: Any, dtypes: tuple) -> Any:
+def cast(params: Any, dtypes: tuple) -> Any:
     """Return the parameters in the dtypes that are computed in."""
     leaves, structure = jax.tree.flatten(params)
     return jax.tree.unflatten(

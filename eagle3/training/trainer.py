@@ -22,6 +22,7 @@ import numpy as np
 
 from eagle3.config import to_yaml
 from eagle3.digest import digest
+from eagle3.files import write_whole
 from eagle3.interrupt import Interrupt
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.config import TrainConfig
@@ -66,7 +67,7 @@ def train(config: TrainConfig, report: Report = print) -> bool:
             del state  # room for the other
             state = checkpoints.load(like)
             report(f"{config.out}: going on after step {int(state.step)} of {config.steps}")
-        write_atomically(out / "train.yaml", to_yaml(config))
+        write_whole(out / "train.yaml", to_yaml(config))
         metrics = stack.enter_context(Metrics(out / "tensorboard"))
         if is_new:
             metrics.text(0, "config", to_yaml(config))
@@ -121,13 +122,6 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 class _Best:
     """The best weights so far, exported; survives a restart."""
 
@@ -178,7 +172,7 @@ class _Best:
         self.evaluated = step
         found = {"step": self._step, "score": self.score, "evaluated": step}
         text = json.dumps(found | {"measure": self._measure}) + "\n"
-        write_atomically(self._file, text)
+        write_whole(self._file, text)
 
 
 class _Run:

@@ -7,8 +7,6 @@ of two builds at the same time one is kept. Checksums tell a damaged folder from
 
 import hashlib
 import json
-import shutil
-import uuid
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eagle3.config import ConfigError
+from eagle3.files import new_folder
 from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.data.masking import Example, Marked, Masker
 from eagle3.training.data.progress import Progress
@@ -53,11 +52,6 @@ class TokenDataset(NamedTuple):
     offsets: np.ndarray  # int64: where each document begins, and the number of tokens
     tally: Tally
     fingerprint: str  # of the sources, tokenizer, template and settings
-
-    @property
-    def num_documents(self) -> int:
-        """Return how many documents there are."""
-        return len(self.offsets) - 1
 
     def __str__(self) -> str:
         """Return one line: what was kept, what was lost and why, and how many tokens there are."""
@@ -136,12 +130,11 @@ def _build(
     report: Callable[[str], Any],
 ) -> None:
     """Tokenise a source into its folder."""
-    partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     try:
-        partial.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"data.cache {cfg.cache} cannot be written: {error}") from error
-    try:
+    with new_folder(folder) as partial:
         with _Writer(partial) as writer, Progress(f"tokenise {name}", report) as progress:
             tally = _tokenise(source, cfg, masker, writer, progress)
         _check(name, tally)
@@ -154,13 +147,6 @@ def _build(
             "crc32": writer.crc32,
         }
         (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.exists():  # otherwise another build was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _tokenise(

@@ -1,0 +1,33 @@
+"""Files and folders that are there whole or not at all, whatever ends the process."""
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, in place of one that is there."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text, encoding="utf-8", newline="\n")
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Give a hidden folder to fill, which takes the name of `folder` at the end.
+
+    Of two that are made at once, one is kept: a name must say all that decides the content.
+    """
+    partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.exists():  # otherwise another one was first
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
