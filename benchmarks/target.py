@@ -1,13 +1,13 @@
 """Measure the target model beside transformers: decode, verification, prefill, training.
 
     python benchmarks/target.py                      # about 15 minutes on two cores
-    python benchmarks/target.py --tasks decode verify --dtypes float32 --rounds 3
+    python benchmarks/target.py --tasks decode verify --dtypes float32 int8 --rounds 3
 
-Writes one model of about 100M parameters with random weights, loads it in two worker processes
-(this package and transformers on torch), and runs every task in turn, ours, theirs, ours, theirs:
-the machine's mood then touches both alike. Prints medians, the ratio of medians, and how much of
-the measured memory bandwidth a decoded token uses. Needs the `parity` extra; with `--no-peer` only
-jax.
+Writes one model of about 100M parameters with random weights, loads it in worker processes (this
+package with XLA's products and with the native kernels, and transformers on torch), and runs every
+task in all of them in turn: the machine's mood then touches all alike. Prints medians, the ratio of
+medians, and how much of the measured memory bandwidth a decoded token uses. Needs the `parity`
+extra; with `--no-peer` only jax. transformers has no int8 for CPUs, and training no packed weights.
 """
 
 import argparse
@@ -55,17 +55,23 @@ def write_model(directory: Path, dtype: str) -> int:
 class Ours:
     """The tasks in this package; the token loop runs on the device."""
 
+    native = False
+
     def __init__(self, directory: Path, dtype: str):
         import jax
         import jax.numpy as jnp
         from flax import nnx
 
         from gdn import chain_tree, commit, init_cache, load_pretrained
+        from gdn.packing import Packer
 
-        model = load_pretrained(directory, jnp.dtype(dtype))
+        packer = Packer(dtype, self.native)
+        model = load_pretrained(directory, packer.load_dtype, packer)
+        packer.finish([model])
         graphdef, params = nnx.split(model)
         self.params, self.jax, self.jnp = nnx.to_pure_dict(params), jax, jnp
-        self.cache = lambda capacity: init_cache(model.cfg, 1, capacity, jnp.dtype(dtype))
+        kept = model.embed_tokens[...].dtype
+        self.cache = lambda capacity: init_cache(model.cfg, 1, capacity, kept)
         self.vocab = model.cfg.vocab_size
 
         def loop(params, cache, tokens, steps):
@@ -140,6 +146,12 @@ class Ours:
             min(self._timed(product, big, x) for _ in range(4)),
         )
         return big.nbytes / best
+
+
+class Native(Ours):
+    """The same with packed weights and the native kernels."""
+
+    native = True
 
 
 class Transformers:
@@ -252,15 +264,18 @@ class Worker:
 
 def measure(directory: Path, dtype: str, tasks: list[tuple], rounds: int, peer: bool) -> dict:
     """Run all tasks in turn on both engines; returns medians in seconds, bandwidth, peak memory."""
-    engines = {"ours": Ours} | ({"transformers": Transformers} if peer else {})
+    engines: dict = {"ours": Ours, "native": Native}
+    if peer and dtype != "int8":
+        engines["transformers"] = Transformers
     workers = {name: Worker(engine, directory, dtype) for name, engine in engines.items()}
     times = {name: {task: [] for task in tasks} for name in workers}
     bandwidth = []
     for round_ in range(rounds + 1):  # the first compiles and warms up
         for task in tasks:
             for name, worker in workers.items():
+                if task == ("train",) and name == "native":
+                    continue
                 seconds = worker.ask(*task)
-
                 if round_:
                     times[name][task].append(seconds)
         if round_:
@@ -272,7 +287,9 @@ def measure(directory: Path, dtype: str, tasks: list[tuple], rounds: int, peer: 
         "memory": {name: worker.stop() for name, worker in workers.items()},
         "seconds": {
             name: {
-                " ".join(map(str, task)): statistics.median(values) for task, values in by.items()
+                " ".join(map(str, task)): statistics.median(values)
+                for task, values in by.items()
+                if values
             }
             for name, by in times.items()
         },
@@ -281,14 +298,18 @@ def measure(directory: Path, dtype: str, tasks: list[tuple], rounds: int, peer: 
 
 def report(result: dict, parameters: int) -> None:
     """Print one dtype's table in markdown."""
-    ours, theirs = result["seconds"]["ours"], result["seconds"].get("transformers", {})
-    width = 4 if result["dtype"] == "float32" else 2
+    seconds = result["seconds"]
+    width = {"float32": 4, "bfloat16": 2, "int8": 1}[result["dtype"]]
+    others = [name for name in seconds if name != "ours"]
     print(f"\n### {result['dtype']}, {parameters / 1e6:.1f}M parameters\n")
-    print("| task | this package | transformers | ratio |\n| --- | --- | --- | --- |")
-    for task, seconds in ours.items():
-        other = theirs.get(task)
-        cell = f"{other * 1e3:.1f} ms | {other / seconds:.2f}" if other else "- | -"
-        print(f"| {task} | {seconds * 1e3:.1f} ms | {cell} |")
+    print("| task | XLA |" + "".join(f" {name} | times XLA |" for name in others))
+    print("| --- |" + " --- |" * (1 + 2 * len(others)))
+    for task, ours in seconds["ours"].items():
+        cells = f"| {task} | {ours * 1e3:.1f} ms |"
+        for name in others:
+            other = seconds[name].get(task)
+            cells += f" {other * 1e3:.1f} ms | {ours / other:.2f} |" if other else " - | - |"
+        print(cells)
     print()
     for name, times in result["seconds"].items():
         curve = [(n, times.get(f"verify {n}")) for n in NODES]
@@ -311,7 +332,7 @@ def report(result: dict, parameters: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the target model.")
     parser.add_argument("--tasks", nargs="+", default=["decode", "verify", "prefill", "train"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int8"])
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one warm-up")
     parser.add_argument("--no-peer", action="store_true", help="measure this package only")
     parser.add_argument("--json", type=Path, help="also write the raw medians here")
@@ -324,7 +345,7 @@ def main() -> None:
         if dtype != "float32":  # gradients in bfloat16 are not what training uses
             tasks = [task for task in tasks if task[0] != "train"]
         with tempfile.TemporaryDirectory() as directory:
-            parameters = write_model(Path(directory), dtype)
+            parameters = write_model(Path(directory), "float32" if dtype == "int8" else dtype)
             result = measure(Path(directory), dtype, tasks, args.rounds, not args.no_peer)
         report(result, parameters)
         results.append(result)

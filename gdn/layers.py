@@ -10,22 +10,29 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from gdn.ops import native
+from gdn.ops.packed import PackedWeight
+from gdn.ops.quantized import QuantizedWeight, quantized_matmul
 from gdn.ops.skinny import SKINNY_ROWS
 
+Weight = Float[Array, "O I"] | PackedWeight | QuantizedWeight
 
-def linear(
-    x: Float[Array, "*batch I"], weight: Float[Array, "O I"], out_dtype=None
-) -> Float[Array, "*batch O"]:
+
+def linear(x: Float[Array, "*batch I"], weight: Weight, out_dtype=None) -> Float[Array, "*batch O"]:
     """Return x W^T in `out_dtype` (default: that of x).
 
-    On a CPU, few rows are multiplied with the weight on the left, y^T = W x^T: XLA streams the left
-    operand and repacks the right one, which makes eight rows 2 to 3 times cheaper. The barrier
-    keeps XLA from turning the product round again.
+    Of plain arrays on a CPU, few rows are multiplied with the weight on the left, y^T = W x^T: XLA
+    streams the left operand and repacks the right one, which makes eight rows 2 to 3 times cheaper.
+    The barrier keeps XLA from turning the product round again.
     """
     out_dtype = out_dtype or x.dtype
     rows = math.prod(x.shape[:-1])
     flat = x.reshape(rows, -1)
-    if rows > SKINNY_ROWS or jax.default_backend() != "cpu":
+    if isinstance(weight, PackedWeight):
+        y = native.matmul(flat, weight)
+    elif isinstance(weight, QuantizedWeight):
+        y = quantized_matmul(flat, weight)
+    elif rows > SKINNY_ROWS or jax.default_backend() != "cpu":
         y = _many_rows(flat, weight)
     else:
         # Row counts off the vector width take slow kernels, one bfloat16 row a scalar loop.
@@ -107,13 +114,15 @@ def apply_rope(
 
 
 def embed(
-    table: Float[Array, "V D"], tokens: Int[Array, "*batch"], differentiable: bool = True
+    table: Weight, tokens: Int[Array, "*batch"], differentiable: bool = True
 ) -> Float[Array, "*batch D"]:
     """Look up rows.
 
     Inside a device loop XLA would widen a whole bfloat16 table to float32 first; gathering its bits
     avoids that, at the price of the gradient.
     """
+    if not isinstance(table, jax.Array):
+        return table.rows(tokens)
     if differentiable or table.dtype != jnp.bfloat16:
         return table[tokens]
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)[tokens]

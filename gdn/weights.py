@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +66,16 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]  # that the file's tensor must have
 
 
-def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
+def load_pretrained(
+    directory: str | Path,
+    dtype=jnp.float32,
+    convert: Callable[[str, jax.Array], Any] | None = None,
+) -> HybridLM:
     """Load a target from a Hugging Face directory.
 
     Args:
       dtype: of the weights; `A_log`, `dt_bias` and the DeltaNet norm stay float32.
+      convert: gets each parameter's path and array as it is read, returns what the model keeps.
 
     Raises:
       ValueError: the config is not supported, a file is missing or broken, or tensors are missing,
@@ -85,7 +90,7 @@ def load_pretrained(directory: str | Path, dtype=jnp.float32) -> HybridLM:
         tensors = open_tensors(directory, stack)
         shapes = {path: leaf.shape for path, leaf in leaves.items()}
         plan = _plan(cfg, tensors, shapes, directory)
-        values = _read(plan, tensors, leaves)
+        values = _read(plan, tensors, leaves, convert or (lambda _, value: value))
     filled = [
         (path, leaf.replace(values[".".join(map(str, path))]))
         for path, leaf in nnx.to_flat_state(state)
@@ -246,9 +251,9 @@ def fused_rows(cfg: TargetConfig) -> dict[str, dict[str, np.ndarray]]:
     }
 
 
-def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict) -> dict[str, jax.Array]:
+def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict, convert) -> dict[str, Any]:
     """Read tensor by tensor; parameters made of several tensors are gathered on the host."""
-    values: dict[str, jax.Array] = {}
+    values: dict[str, Any] = {}
     gathering: dict[str, tuple[np.ndarray, int]] = {}
     # In parameter order, so that at most one parameter is being gathered at a time.
     for name in sorted(plan, key=lambda name: plan[name][0].path):
@@ -257,7 +262,7 @@ def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict) -> dict[str
             leaf = leaves[path]
             if where == ():
                 part = tensor if rows is None else tensor[rows]
-                values[path] = jnp.asarray(part.reshape(leaf.shape), leaf.dtype)
+                values[path] = convert(path, jnp.asarray(part.reshape(leaf.shape), leaf.dtype))
                 continue
             buffer, done = gathering.pop(path, (None, 0))
             if buffer is None:
@@ -266,7 +271,7 @@ def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict) -> dict[str
             if done + tensor.size < buffer.size:
                 gathering[path] = (buffer, done + tensor.size)
             else:
-                values[path] = jnp.asarray(buffer)
+                values[path] = convert(path, jnp.asarray(buffer))
     return values
 
 

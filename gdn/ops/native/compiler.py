@@ -1,0 +1,89 @@
+"""Compile the kernels with the system's compiler on first use, and keep them for later.
+
+The library's name is a hash of all that decides its code: sources, flags, jaxlib's headers, and
+the macros that the compiler defines for this processor (its version and instruction sets). Each
+process writes a file of its own and renames it, so two that start at once do not meet.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno")
+_TIMEOUT = 300  # seconds; it takes about ten
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled here; says why, in one line."""
+
+
+def cache_folder() -> Path:
+    """Return the project's folder in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "eagle3-gdn"
+
+
+def find_compiler() -> str:
+    """Return the first C++ compiler on the path.
+
+    Raises:
+      BuildError: there is none.
+    """
+    for name in COMPILERS:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
+
+
+def build(folder: Path | None = None) -> Path:
+    """Return the compiled library, made now if it is not there.
+
+    Args:
+      folder: where it is kept; default: in the user's cache.
+
+    Raises:
+      BuildError: there is no compiler, it fails, or the folder cannot be written.
+    """
+    compiler, folder = find_compiler(), folder or cache_folder() / "native"
+    macros = _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+    parts = [metadata.version("jaxlib"), *FLAGS, macros]
+    parts += [path.read_text() for path in sorted(SOURCES.glob("*.[ch]*"))]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    library = folder / f"kernels-{key}.so"
+    if library.exists():
+        return library
+    include = jax.ffi.include_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(suffix=".so", prefix=".building-", dir=folder)
+        os.close(handle)
+    except OSError as error:
+        raise BuildError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+        source = str(SOURCES / "ffi.cc")
+        _run([compiler, *FLAGS, "-shared", "-fPIC", "-isystem", include, source, "-o", temporary])
+        os.replace(temporary, library)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return library
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler and return what it prints."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} could not be run: {error}") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"{command[0]} failed: {first}")
+    return done.stdout

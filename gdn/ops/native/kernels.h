@@ -1,0 +1,359 @@
+// Products of few rows with a large packed matrix, y = x W^T, at the speed the matrix can be read.
+//
+// Packed layout, the same on every processor: outputs in panels of 16, inputs in groups of K,
+//   data[panel][group][16 outputs][K inputs],  K = 1 (float32), 2 (bfloat16), 4 (int8),
+// padded with zeros. A panel is read front to back once for a handful of rows. Every output is
+// summed by one thread over the groups in order, so a row's bits depend neither on the other rows
+// nor on the number of threads.
+//
+// Vectors are the compiler's own (GCC and Clang), as wide as the processor compiled for; only the
+// dot products of small types are intrinsics, each with a portable form beside it that sums the
+// same numbers. This file knows nothing of XLA.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+#ifndef GDN_PORTABLE  // defined by tests: 4 lanes, no intrinsics
+#define GDN_PORTABLE 0
+#endif
+
+namespace gdn {
+
+#if !GDN_PORTABLE && defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#elif !GDN_PORTABLE && defined(__AVX2__)
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRegisters = 32;
+#else
+constexpr int kLanes = 4, kRegisters = 16;
+#endif
+constexpr int kPanel = 16, kParts = kPanel / kLanes;  // outputs of a panel, vectors that hold them
+
+// May alias and be unaligned: buffers are only known to hold their element type.
+typedef float Floats __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+// Hides from the compiler where a vector came from, so that it stays in its register: GCC would
+// load weights from memory once for every row.
+template <class V>
+inline V keep(V value) {
+#if defined(__x86_64__)
+  __asm__("" : "+x"(value));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(value));
+#endif
+  return value;
+}
+
+inline Floats spread(float x) { return x - Floats{}; }  // in all lanes; -0.0 stays -0.0
+
+// A matrix type says how a group of weights is read (`Weight`), what is kept of a group of
+// activations (`kWords` of `Word`), how they are spread over the lanes (`Factor`), and how both
+// join a sum.
+
+struct Float32 {
+  using Element = float;
+  using Weight = Floats;
+  using Word = float;
+  using Factor = Floats;
+  using Sum = Floats;
+  static constexpr int kGroup = 1, kWords = 1, kMaxRows = kLanes == 16 ? 8 : 6;
+  static Weight load(const void* p) { return keep(*static_cast<const Floats*>(p)); }
+  static Factor factor(const Word* x) { return keep(spread(x[0])); }
+  static void add(Sum& sum, Weight w, Factor x) { sum += w * x; }
+};
+
+#if !GDN_PORTABLE && defined(__AVX512BF16__) && defined(__AVX512F__)
+// Activations are rounded to bfloat16 as well, two of them in a word.
+struct BFloat16 {
+  using Element = uint16_t;
+  using Weight = Words;
+  using Word = uint32_t;
+  using Factor = Words;
+  using Sum = Floats;
+  static constexpr int kGroup = 2, kWords = 1, kMaxRows = 8;
+  static Weight load(const void* p) { return *static_cast<const Words*>(p); }
+  static Factor factor(const Word* x) { return x[0] - Words{}; }
+  static void add(Sum& sum, Weight w, Factor x) {
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+  }
+};
+#else
+// Two weights share a word: the upper half of a float32 is a bfloat16. Activations stay float32.
+struct BFloat16 {
+  struct Pair {
+    Floats even, odd;
+  };
+  using Element = uint16_t;
+  using Weight = Pair;
+  using Word = float;
+  using Factor = Pair;
+  using Sum = Floats;
+  static constexpr int kGroup = 2, kWords = 2, kMaxRows = kLanes == 16 ? 8 : 4;
+  static Weight load(const void* p) {
+    const Words both = *static_cast<const Words*>(p);
+    return {(Floats)(both << 16), (Floats)(both & 0xffff0000u)};
+  }
+  static Factor factor(const Word* x) { return {keep(spread(x[0])), keep(spread(x[1]))}; }
+  static void add(Sum& sum, Weight w, Factor x) {
+    sum += w.even * x.even;
+    sum += w.odd * x.odd;
+  }
+};
+#endif
+
+// Weights in -127..127, activations too, four of them in a word; sums are exact. Instructions that
+// want one side without sign get activations + kOffset, and `store` takes kOffset * sum(w) off.
+struct Int8 {
+  using Element = int8_t;
+  using Weight = Ints;
+  using Word = uint32_t;
+  using Sum = Ints;
+  static constexpr int kGroup = 4, kWords = 1, kMaxRows = kLanes == 16 ? 8 : 4;
+  static Weight load(const void* p) { return keep(*static_cast<const Ints*>(p)); }
+#if !GDN_PORTABLE && defined(__AVX512VNNI__) && defined(__AVX512F__)
+  using Factor = Ints;
+  static constexpr int kOffset = 128;
+  static Factor factor(const Word* x) { return (Ints)(x[0] - Words{}); }
+  static void add(Sum& sum, Weight w, Factor x) {
+    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+  }
+#elif !GDN_PORTABLE && defined(__AVXVNNI__) && !defined(__AVX512F__)
+  using Factor = Ints;
+  static constexpr int kOffset = 128;
+  static Factor factor(const Word* x) { return (Ints)(x[0] - Words{}); }
+  static void add(Sum& sum, Weight w, Factor x) {
+    sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
+  }
+#elif !GDN_PORTABLE && defined(__AVX2__) && !defined(__AVX512F__)
+  struct Factor {
+    __m256i value, size;
+  };
+  static constexpr int kOffset = 0;
+  static Factor factor(const Word* x) {
+    const __m256i value = _mm256_set1_epi32(int(x[0]));
+    return {keep(value), keep(_mm256_abs_epi8(value))};
+  }
+  static void add(Sum& sum, Weight w, Factor x) {
+    // |x| * (w with the sign of x): two products of at most 127 * 127 fit into 16 bits.
+    const __m256i pairs = _mm256_maddubs_epi16(x.size, _mm256_sign_epi8((__m256i)w, x.value));
+    sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+#else
+  struct Factor {
+    int32_t values[4];
+  };
+#ifdef GDN_OFFSET  // defined by tests, to run the correction on any processor
+  static constexpr int kOffset = GDN_OFFSET;
+#else
+  static constexpr int kOffset = 0;
+#endif
+  static Factor factor(const Word* x) {
+    Factor result;
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t byte = x[0] >> 8 * j & 0xff;
+      result.values[j] = kOffset ? int32_t(byte) : int32_t(int8_t(byte));
+    }
+    return result;
+  }
+  static void add(Sum& sum, Weight w, Factor x) {
+    for (int j = 0; j < 4; ++j) sum += ((Ints)((Words)w << (24 - 8 * j)) >> 24) * x.values[j];
+  }
+#endif
+};
+
+// Rows are cut into tiles of at most M::kMaxRows and about equal height.
+template <class M>
+int64_t tiles_of(int64_t rows) {
+  return (rows + M::kMaxRows - 1) / M::kMaxRows;
+}
+template <class M>
+int64_t tile_start(int64_t rows, int64_t t) {
+  return t * rows / tiles_of<M>(rows);
+}
+
+inline uint16_t to_bfloat16(float value) {  // round to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+// One row of activations in -127..127 with a common scale; returns the scale. A row with an
+// infinity or a NaN has a NaN for its scale, and so for all its products.
+inline float quantize(const float* x, int64_t size, int offset, uint8_t* out, int64_t padded) {
+  float top = 0, broken = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    top = std::max(top, std::fabs(x[i]));
+    broken += x[i] * 0.0f;
+  }
+  const float inverse = top > 0 && broken == 0 ? 127.0f / top : 0.0f;
+  for (int64_t i = 0; i < size; ++i) {
+    const float scaled = broken == 0 ? x[i] * inverse : 0.0f;
+    out[i] = uint8_t(int(std::nearbyint(scaled)) + offset);
+  }
+  std::fill(out + size, out + padded, uint8_t(offset));
+  return broken == 0 ? top / 127.0f : broken;
+}
+
+// Activations as the kernels read them: tile by tile, [groups][rows of the tile][kWords], so that
+// a tile is one stream, whatever the distance between rows is. Float rows of a single one stay
+// where they are.
+template <class M>
+class Activations {
+ public:
+  using Word = typename M::Word;
+
+  Activations(const float* x, int64_t rows, int64_t in) : rows_(rows) {
+    const int64_t groups = (in + M::kGroup - 1) / M::kGroup;
+    stride_ = groups * M::kWords;
+    data_ = reinterpret_cast<const Word*>(x);
+    if (std::is_same_v<Word, float> && rows == 1 && groups * M::kGroup == in) return;
+    copy_.resize(rows * stride_);
+    data_ = copy_.data();
+    std::vector<Word> row(stride_);
+    for (int64_t t = 0; t < tiles_of<M>(rows); ++t) {
+      const int64_t first = tile_start<M>(rows, t), height = tile_start<M>(rows, t + 1) - first;
+      for (int64_t r = 0; r < height; ++r) {
+        convert(x + (first + r) * in, in, groups, row.data());
+        Word* to = copy_.data() + first * stride_ + r * M::kWords;
+        for (int64_t g = 0; g < groups; ++g)
+          for (int k = 0; k < M::kWords; ++k) to[g * height * M::kWords + k] = row[g * M::kWords + k];
+      }
+    }
+  }
+  const Word* tile(int64_t first_row) const { return data_ + first_row * stride_; }
+  float scale(int64_t row) const { return scales_[row]; }
+  int64_t rows() const { return rows_; }
+
+ private:
+  void convert(const float* x, int64_t in, int64_t groups, Word* out) {
+    if constexpr (std::is_same_v<M, Int8>) {
+      auto* bytes = reinterpret_cast<uint8_t*>(out);
+      scales_.push_back(quantize(x, in, Int8::kOffset, bytes, groups * M::kGroup));
+    } else if constexpr (std::is_same_v<Word, float>) {
+      std::fill(std::copy(x, x + in, out), out + stride_, 0.0f);
+    } else {
+      std::fill(out, out + stride_, 0);
+      for (int64_t i = 0; i < in; ++i) out[i / 2] |= Word(to_bfloat16(x[i])) << 16 * (i % 2);
+    }
+  }
+  int64_t rows_, stride_;
+  const Word* data_;
+  std::vector<Word> copy_;
+  std::vector<float> scales_;  // of each row, int8 only
+};
+
+// What a product needs: the matrix, where the result goes.
+template <class M>
+struct Matrix {
+  const typename M::Element* data;
+  const float* scales;   // of each output, int8 only
+  const int32_t* sums;   // of each output's weights, int8 only
+  int64_t in, out;
+  int64_t groups() const { return (in + M::kGroup - 1) / M::kGroup; }
+  int64_t panels() const { return (out + kPanel - 1) / kPanel; }
+  int64_t panel_size() const { return groups() * kPanel * M::kGroup; }  // elements
+};
+
+template <class M>
+void store(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel,
+           const typename M::Sum (&sums)[kParts], float* y) {
+  alignas(64) float values[kPanel];
+  const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, w.out - first);
+  if constexpr (std::is_same_v<M, Int8>) {
+    int32_t whole[kPanel];
+    std::memcpy(whole, sums, sizeof(whole));
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t total = whole[i] - Int8::kOffset * w.sums[first + i];
+      values[i] = float(total) * (x.scale(row) * w.scales[first + i]);
+    }
+  } else {
+    std::memcpy(values, sums, sizeof(values));
+  }
+  std::memcpy(y + row * w.out + first, values, count * sizeof(float));
+}
+
+// R rows times P panels.
+template <class M, int R, int P>
+void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel, float* y) {
+  typename M::Sum sums[R][P][kParts] = {};
+  constexpr int kAhead = 24;  // groups
+  const int64_t groups = w.groups(), step = kPanel * M::kGroup, size = w.panel_size();
+  const auto* weights = w.data + panel * size;
+  const auto* activations = x.tile(row);
+  for (int64_t g = 0; g < groups; ++g) {
+    typename M::Weight values[P][kParts];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      // A group is a cache line; the processor's own prefetch is too late for so few streams.
+      __builtin_prefetch(weights + p * size + (g + kAhead) * step);
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part)
+        values[p][part] = M::load(weights + p * size + g * step + part * kLanes * M::kGroup);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const auto factor = M::factor(activations + (g * R + r) * M::kWords);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p)
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; ++part) M::add(sums[r][p][part], values[p][part], factor);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) store(w, x, row + r, panel + p, sums[r][p], y);
+}
+
+template <class M, int R>
+void panels_of(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t begin, int64_t end,
+               float* y) {
+  // As many as the registers hold: of each vector R sums and its weights, beside a factor.
+  constexpr int kWeights = sizeof(typename M::Weight) / sizeof(Floats);
+  constexpr int kFactor = std::max<int>(1, sizeof(typename M::Factor) / sizeof(Floats));
+  constexpr int kBlock = std::clamp((kRegisters - kFactor) / ((R + kWeights) * kParts), 1, 4);
+  for (; begin + kBlock <= end; begin += kBlock) tile<M, R, kBlock>(w, x, row, begin, y);
+  for (; begin < end; ++begin) tile<M, R, 1>(w, x, row, begin, y);
+}
+
+template <class M, int R = M::kMaxRows>
+void rows_of(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t count, int64_t begin,
+             int64_t end, float* y) {
+  if constexpr (R > 1) {
+    if (count < R) return rows_of<M, R - 1>(w, x, row, count, begin, end, y);
+  }
+  panels_of<M, R>(w, x, row, begin, end, y);
+}
+
+// Panels `begin` to `end` for all rows.
+template <class M>
+void product(const Matrix<M>& w, const Activations<M>& x, int64_t begin, int64_t end, float* y) {
+  for (int64_t t = 0; t < tiles_of<M>(x.rows()); ++t) {
+    const int64_t first = tile_start<M>(x.rows(), t);
+    rows_of<M>(w, x, first, tile_start<M>(x.rows(), t + 1) - first, begin, end, y);
+  }
+}
+
+// Panels that one thread takes at a time: enough to be worth it, few enough to stay in its cache
+// while tile after tile of rows passes over them.
+template <class M>
+int64_t panels_per_task(const Matrix<M>& w, int64_t rows, int64_t threads) {
+  const int64_t bytes = w.panel_size() * int64_t(sizeof(typename M::Element));
+  const int64_t most = std::max<int64_t>(1, (rows > M::kMaxRows ? 128 << 10 : 1 << 20) / bytes);
+  const int64_t least = std::max<int64_t>(1, (16 << 10) / bytes);
+  const int64_t share = (w.panels() + 4 * threads - 1) / (4 * threads);
+  return std::clamp(share, std::min(least, most), most);
+}
+
+}  // namespace gdn

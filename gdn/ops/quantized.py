@@ -1,0 +1,66 @@
+"""int8 weights with one scale an output, and their product in plain XLA.
+
+Activations are rounded to int8 as well, with one scale a row, so that sums are exact integers. The
+native kernels do the same with the same numbers (`packed.py`); this form is for where they are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+TOP = 127.0  # -128 is not used: ranges are the same on both sides
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=[])
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix [out, in] as values * scales; stands where a parameter's array stood."""
+
+    values: Int[Array, "O I"]
+    scales: Float[Array, " O"]
+
+    dtype = jnp.dtype(jnp.float32)  # of the activations it works with
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return (out, in)."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def __getitem__(self, key) -> QuantizedWeight:
+        """Return itself for `[...]`, as a parameter's value is read."""
+        if key is not ...:
+            raise TypeError("a quantized weight has no slices; use `rows`")
+        return self
+
+    def rows(self, index: Int[Array, "*batch"]) -> Float[Array, "*batch I"]:
+        """Look up rows, in float32."""
+        return self.values[index].astype(jnp.float32) * self.scales[index][..., None]
+
+
+def quantize(x: Float[Array, "R I"]) -> QuantizedWeight:
+    """Round each row to -127..127 times a scale of its own, max |x| / 127."""
+    x = x.astype(jnp.float32)
+    top = jnp.max(jnp.abs(x), axis=1)
+    inverse = jnp.where(top > 0, TOP / jnp.where(top > 0, top, 1.0), 0.0)
+    values = jnp.round(x * inverse[:, None])
+    # NaN and infinity have no int8: they stay in the scale, and so in every product.
+    values = jnp.where(jnp.isfinite(top)[:, None], values, 0.0)
+    return QuantizedWeight(
+        values.astype(jnp.int8), jnp.where(jnp.isfinite(top), top / TOP, jnp.nan)
+    )
+
+
+def quantized_matmul(x: Float[Array, "R I"], weight: QuantizedWeight) -> Float[Array, "R O"]:
+    """Return x W^T in float32 with exact integer sums."""
+    rows = x.shape[0]
+    # XLA's CPU backend multiplies a single int8 row in a scalar loop.
+    rounded = quantize(jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0))))
+    sums = jnp.einsum(
+        "ri,oi->ro", rounded.values, weight.values, preferred_element_type=jnp.int32
+    ).astype(jnp.float32)
+    return (sums * (rounded.scales[:, None] * weight.scales))[:rows]

@@ -1,0 +1,78 @@
+"""Give models the weights that decoding on this machine reads fastest.
+
+Training and files know plain arrays only. For decoding a `Packer` replaces matrices, one at a time,
+by packed ones for the native kernels or by int8 ones for XLA; `gdn.layers.linear` and `embed` take
+any of them. Activations are float32 beside either.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gdn.ops.packed import PackedWeight, pack
+from gdn.ops.quantized import QuantizedWeight, quantize
+
+Parameter = jax.Array | PackedWeight | QuantizedWeight
+
+DTYPES = ("float32", "bfloat16", "int8")
+_MATRIX = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|shared_expert_gate)$")
+# Small, and what they decide (how much is forgotten) multiplies up over the whole text.
+_GATE = re.compile(r".*\b(in_proj_b|in_proj_a|shared_expert_gate)$")
+_EXPERTS = re.compile(r".*\bexperts\.\w+$")
+_TABLES = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class Packer:
+    """How to keep matrices: for the native kernels or for XLA, and in which precision.
+
+    Convolutions, norms, routers and biases stay as they are; experts too, as bfloat16 where the
+    others are int8, and so do gates.
+    """
+
+    dtype: str  # one of DTYPES
+    native: bool
+
+    @property
+    def load_dtype(self):
+        """Return the dtype that weights are to have when they come here."""
+        return jnp.dtype(jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32)
+
+    def __call__(self, path: str, value: jax.Array) -> Parameter:
+        """Convert a parameter as it is loaded; tables wait for `finish`, a draft may want them."""
+        if _EXPERTS.match(path) and self.dtype == "int8":
+            return value.astype(jnp.bfloat16)
+        return self._matrix(path, value) if _MATRIX.match(path) and value.ndim == 2 else value
+
+    def finish(self, models: Sequence[nnx.Module]) -> None:
+        """Convert in place what is left in models that belong together.
+
+        Arrays that they share stay shared.
+        """
+        tables: dict[int, tuple[jax.Array, Parameter]] = {}  # by identity, of arrays that are kept
+        for model in models:
+            for path, variable in _variables(model):
+                value = variable[...]
+                if not isinstance(value, jax.Array):
+                    continue
+                if path in _TABLES:
+                    if id(value) not in tables:
+                        tables[id(value)] = (value, self._matrix(path, value))
+                    variable.set_value(tables[id(value)][1])
+                else:
+                    variable.set_value(self(path, value))
+
+    def _matrix(self, path: str, value: jax.Array) -> Parameter:
+        dtype = "bfloat16" if self.dtype == "int8" and _GATE.match(path) else self.dtype
+        if self.native:
+            return pack(value, dtype)
+        return quantize(value) if dtype == "int8" else value
+
+
+def _variables(model: nnx.Module) -> list[tuple[str, nnx.Variable]]:
+    found = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
+    return [(".".join(map(str, path)), variable) for path, variable in found]
