@@ -17,11 +17,13 @@ from eagle3.cli.chat import run_chat
 from eagle3.cli.compare import run_compare
 from eagle3.cli.engine import build
 from eagle3.cli.single import run_single
+from eagle3.machine import keep_compiled_programs
 
 
 def run(argv: Sequence[str] | None) -> int:
     """Read the command line and do what it says; returns the exit status."""
     options, config = parse(argv)
+    keep_compiled_programs()
     engine = build(config)
     if options.compare:
         mode = run_compare

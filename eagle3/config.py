@@ -17,7 +17,15 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.tree import EAGLE1_PATHS, TreePlan, chain_plan, dynamic_plan, static_plan
+from eagle3.decoding.tree import (
+    EAGLE1_PATHS,
+    TreePlan,
+    auto_plan,
+    chain_plan,
+    dynamic_plan,
+    static_plan,
+)
+from gdn.packing import DTYPES
 
 T = TypeVar("T")
 
@@ -64,12 +72,16 @@ class GeneratedTarget:
 class TreeConfig:
     """What the draft proposes each round. The defaults are small enough for a CPU."""
 
-    kind: str = "dynamic"  # chain, static (the same tree in every round) or dynamic
+    # chain, static (the same tree in every round), dynamic, or auto: as much of a dynamic tree as
+    # pays in each round, by costs that are measured once on each machine.
+    kind: str = "dynamic"
     depth: int = 4  # drafted tokens on the longest path; chain and dynamic
-    top_k: int = 3  # children of a node, and nodes expanded per level; dynamic
+    top_k: int = 3  # children of a node, and nodes expanded per level; dynamic, and at most in auto
     total_tokens: int = 8  # nodes to verify, the last committed token included; dynamic
     # Of a static tree: "eagle1", or for each node the ranks from the root down, [[0], [1], [0, 0]].
     paths: Any = "eagle1"
+    max_depth: int = 8  # auto: most levels drafted
+    max_nodes: int = 16  # auto: most nodes to verify; powers of two that may pay are compiled
 
     def __post_init__(self) -> None:
         """Reject what makes no tree.
@@ -77,8 +89,10 @@ class TreeConfig:
         Raises:
           ConfigError: naming the field and what it may be.
         """
-        if self.kind not in ("chain", "static", "dynamic"):
-            raise ConfigError(f"tree.kind is {self.kind!r}, it must be chain, static or dynamic")
+        if self.kind not in ("chain", "static", "dynamic", "auto"):
+            raise ConfigError(
+                f"tree.kind is {self.kind!r}, it must be chain, static, dynamic or auto"
+            )
         is_list = isinstance(self.paths, list | tuple) and all(
             isinstance(path, list | tuple) and all(type(rank) is int for rank in path)
             for path in self.paths
@@ -99,6 +113,8 @@ class TreeConfig:
             return chain_plan(self.depth)
         if self.kind == "dynamic":
             return dynamic_plan(self.top_k, self.depth, self.total_tokens)
+        if self.kind == "auto":
+            return auto_plan(self.top_k, self.max_depth, self.max_nodes)
         return static_plan(EAGLE1_PATHS if self.paths == "eagle1" else self.paths)
 
 
@@ -152,9 +168,11 @@ class DecodeConfig:
     max_new_tokens: int = 256  # fewer when the target ends the text
     stop: Any = field(default_factory=list)  # text, or list of texts, that an answer ends before
     ignore_eos: bool = False  # go on after an end-of-text token
-    dtype: str = "float32"  # of the weights: float32 or bfloat16
+    dtype: str = "float32"  # of the weights: float32, bfloat16 or int8 (one scale an output)
+    native: Any = "auto"  # kernels compiled for this CPU, if it can be done: auto or off
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)
+    recalibrate: bool = False  # of tree.kind auto: measure what rounds cost here once more
     batch_size: int = 8  # prompts of a file that are decoded together
     stream_every: int = 8  # rounds between two looks at what was made; text comes in such steps
     prefill_chunk: int = 512  # prompt tokens read at once; bounds memory
@@ -168,8 +186,10 @@ class DecodeConfig:
         for name in ("max_new_tokens", "batch_size", "stream_every", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype is {self.dtype!r}, it must be float32 or bfloat16")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}, it must be one of {', '.join(DTYPES)}")
+        if self.native not in ("auto", "off", False):  # YAML reads off as false
+            raise ConfigError(f"native is {self.native!r}, it must be auto or off")
         if self.method not in (None, "eagle3", "autoregressive"):
             raise ConfigError(
                 f"method is {self.method!r}, it must be eagle3, autoregressive or null"

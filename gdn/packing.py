@@ -22,7 +22,6 @@ DTYPES = ("float32", "bfloat16", "int8")
 _MATRIX = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|shared_expert_gate)$")
 # Small, and what they decide (how much is forgotten) multiplies up over the whole text.
 _GATE = re.compile(r".*\b(in_proj_b|in_proj_a|shared_expert_gate)$")
-_EXPERTS = re.compile(r".*\bexperts\.\w+$")
 _TABLES = ("embed_tokens", "lm_head")
 
 
@@ -30,8 +29,8 @@ _TABLES = ("embed_tokens", "lm_head")
 class Packer:
     """How to keep matrices: for the native kernels or for XLA, and in which precision.
 
-    Convolutions, norms, routers and biases stay as they are; experts too, as bfloat16 where the
-    others are int8, and so do gates.
+    Convolutions, norms, routers, experts and biases stay as they are. Gates are bfloat16 where
+    other matrices are int8.
     """
 
     dtype: str  # one of DTYPES
@@ -44,33 +43,30 @@ class Packer:
 
     def __call__(self, path: str, value: jax.Array) -> Parameter:
         """Convert a parameter as it is loaded; tables wait for `finish`, a draft may want them."""
-        if _EXPERTS.match(path) and self.dtype == "int8":
-            return value.astype(jnp.bfloat16)
         return self._matrix(path, value) if _MATRIX.match(path) and value.ndim == 2 else value
 
     def finish(self, models: Sequence[nnx.Module]) -> None:
         """Convert in place what is left in models that belong together.
 
-        Arrays that they share stay shared.
+        Arrays that they share stay shared. One array at a time, so that of a model there are never
+        two.
         """
-        tables: dict[int, tuple[jax.Array, Parameter]] = {}  # by identity, of arrays that are kept
-        for model in models:
-            for path, variable in _variables(model):
-                value = variable[...]
-                if not isinstance(value, jax.Array):
-                    continue
-                if path in _TABLES:
-                    if id(value) not in tables:
-                        tables[id(value)] = (value, self._matrix(path, value))
-                    variable.set_value(tables[id(value)][1])
-                else:
-                    variable.set_value(self(path, value))
+        groups: dict[int, list[tuple[str, nnx.Variable]]] = {}
+        for path, variable in (pair for model in models for pair in _variables(model)):
+            if isinstance(variable[...], jax.Array):
+                groups.setdefault(id(variable[...]), []).append((path, variable))
+        for members in groups.values():
+            path, first = members[0]
+            convert = self._matrix if path in _TABLES else self
+            kept = convert(path, first[...])
+            for _, variable in members:
+                variable.set_value(kept)
 
     def _matrix(self, path: str, value: jax.Array) -> Parameter:
         dtype = "bfloat16" if self.dtype == "int8" and _GATE.match(path) else self.dtype
         if self.native:
             return pack(value, dtype)
-        return quantize(value) if dtype == "int8" else value
+        return quantize(value) if dtype == "int8" else value.astype(dtype)
 
 
 def _variables(model: nnx.Module) -> list[tuple[str, nnx.Variable]]:

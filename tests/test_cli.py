@@ -28,6 +28,8 @@ from eagle3.cli.console import Console
 from eagle3.cli.engine import build
 from eagle3.cli.rows import row_problem
 from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, SamplingConfig, read_config
+from eagle3.decoding import generate
+from eagle3.decoding.costs import Costs
 from eagle3.decoding.sampling import SamplingParams
 from eagle3.decoding.session import Answer, Request, Session
 from eagle3.draft import draft_for
@@ -150,7 +152,8 @@ def test_a_prompt_is_taken_as_it_is_whatever_yaml_would_make_of_it(override, pro
     [
         ("max_new_tokens=0", "max_new_tokens is 0"),
         ("max_new_tokens=many", "max_new_tokens"),
-        ("dtype=int3", "float32 or bfloat16"),
+        ("dtype=int3", "it must be one of float32, bfloat16, int8"),
+        ("native=on", "native is True, it must be auto or off"),
         ("promt=x", "Did you mean: 'prompt'"),
         ("temperature=1", "Did you mean: 'sampling.temperature'"),
         ("seed=1", "Did you mean: 'generated.seed' or 'sampling.seed'"),
@@ -164,7 +167,7 @@ def test_a_prompt_is_taken_as_it_is_whatever_yaml_would_make_of_it(override, pro
         ("sampling.top_p=1.5", "sampling.top_p is 1.5"),
         ("sampling.logit_bias={x: 1}", "'x', it must be a token id"),
         ("sampling.seed=-1", "sampling.seed is -1"),
-        ("tree.kind=bush", "chain, static or dynamic"),
+        ("tree.kind=bush", "chain, static, dynamic or auto"),
         ("tree.depth=0", "depth is 0"),
         ("tree.paths=eagle9", "eagle1 or lists of ranks"),
         ("tree={kind: static, paths: [[0, 1]]}", "without the node above it"),
@@ -706,6 +709,23 @@ def test_comparing_reports_speed_acceptance_and_that_the_texts_are_identical(run
     assert status == 0
     for words in ("tokens/s", "ratio", "identical", "tau", "depth"):
         assert words in out
+
+
+def test_comparing_trees_that_adapt_tells_what_they_were(run, prompts, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    costs, asked = Costs(((1, 1.0), (2, 1.0)), (1e-6, 1e-6), 1e-6), []
+    monkeypatch.setattr(generate, "measure_costs", lambda *_: asked.append(0) or costs)
+    tree = "tree={kind: auto, top_k: 1, max_depth: 2, max_nodes: 2}"
+    arguments = ("--prompts", str(prompts), "--compare", tree)
+    status, out, _ = run(*arguments, "--json")
+    *pairs, last = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and all(pair["identical"] for pair in pairs)
+    rounds = sum(pair["speculative"]["rounds"] for pair in pairs)
+    assert last["totals"]["rounds_by_nodes_verified"] == {"2": rounds}
+    assert last["totals"]["rounds_by_levels_drafted"] == {"2": rounds}
+    out = run(*arguments, "--recalibrate")[1]
+    assert "rounds by nodes verified: 2: 100%" in out
+    assert len(asked) == 2 and len(list(tmp_path.rglob("costs/*.json"))) == 1
 
 
 def test_an_answer_without_tokens_is_compared_without_a_ratio(run, answer):

@@ -63,6 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Options, DecodeConfig]:
     add("--chat", action="store_true", help="talk, with the model's own chat template")
     add("--compare", action="store_true", help="time plain against speculative decoding")
     add("--json", action="store_true", help="print JSON, one object per answer")
+    add("--recalibrate", action="store_true", help="measure anew what tree.kind=auto goes by")
     add("--show-acceptance", action="store_true", help="mark the text that the draft proposed")
     add("--color", choices=("auto", "always", "never"), default="auto")
     args = vars(parser.parse_intermixed_args(argv))
@@ -74,7 +75,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Options, DecodeConfig]:
     has_target = "target" in texts or any(x.startswith("target=") for x in args["overrides"])
     if args["config"] is None and not has_target:
         raise ConfigError("nothing to decode with: give --config FILE or --target DIR")
-    config = read_config(DecodeConfig, args["config"], args["overrides"], **texts)
+    overrides = args["overrides"] + ["recalibrate=true"] * args["recalibrate"]
+    config = read_config(DecodeConfig, args["config"], overrides, **texts)
     if not (config.prompt or options.chat or options.prompts is not None):
         raise ConfigError("the prompt is empty: give --prompt TEXT, --prompts FILE.jsonl or --chat")
     if options.compare and (config.draft is None or config.method == "autoregressive"):

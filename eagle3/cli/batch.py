@@ -20,7 +20,9 @@ from eagle3.config import ConfigError, DecodeConfig
 from eagle3.digest import digest, directory_digest
 
 _BEGIN = '{"row": '  # of every line that is written here
-_NO_EFFECT = ("prompt", "batch_size", "stream_every", "prefill_chunk")  # on any row's answer
+_NO_EFFECT = (  # on any row's answer
+    "prompt", "batch_size", "stream_every", "prefill_chunk", "recalibrate",
+)  # fmt: skip
 
 
 def run_batch(engine: Engine, options: Options) -> bool:

@@ -8,6 +8,7 @@ logits there tell a tie in rounding from an error; of sampled ones they do not.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from eagle3.cli.arguments import Options
 from eagle3.cli.console import note, print_json
 from eagle3.cli.engine import Engine
 from eagle3.cli.rows import read_rows
-from eagle3.decoding.session import Request, Session, acceptance_by_depth
+from eagle3.decoding.session import Request, Session, total_acceptance
+from eagle3.decoding.speculate import Chosen
 from gdn import HybridLM
 
 _SECONDS, _MOST_RUNS = 1.0, 7  # a prompt is decoded again until it took this long, or so often
@@ -49,6 +51,7 @@ class Pair(NamedTuple):
     plain: Result
     drafted: Result
     difference: Difference | None
+    chosen: Chosen | None = None  # of the last run with the draft, if its trees adapt
 
     @property
     def ratio(self) -> float:
@@ -102,7 +105,8 @@ def _pair(
         is_swapped = not is_swapped
     plain, drafted = (_typical(side) for side in runs)
     tokens = plain.answer.tokens, drafted.answer.tokens
-    return Pair(plain, drafted, first_difference(engine.target, request, *tokens))
+    difference = first_difference(engine.target, request, *tokens)
+    return Pair(plain, drafted, difference, sessions[1].chosen)
 
 
 def _is_enough(runs: list[Result]) -> bool:
@@ -178,12 +182,8 @@ def _print_totals(pairs: Sequence[Pair], as_json: bool) -> None:
         sum(len(r.answer.tokens) for r in side) / max(sum(r.seconds for r in side), 1e-9)
         for side in ([p.plain for p in pairs], [p.drafted for p in pairs])
     )
-    answers = [pair.drafted.answer for pair in pairs]
-    deepest = max(len(answer.histogram) for answer in answers)
-    histogram = sum(np.pad(a.histogram, (0, deepest - len(a.histogram))) for a in answers)
-    by_depth = acceptance_by_depth(np.asarray(histogram))
-    ratio = _ratio(drafted, plain)
-    tau = sum(len(a.tokens) for a in answers) / max(sum(a.rounds for a in answers), 1)
+    tau, by_depth = total_acceptance([pair.drafted.answer for pair in pairs])
+    ratio, trees = _ratio(drafted, plain), _trees(pairs)
     identical = sum(pair.difference is None for pair in pairs)
     totals = {
         "prompts": len(pairs),
@@ -193,7 +193,7 @@ def _print_totals(pairs: Sequence[Pair], as_json: bool) -> None:
         "acceptance_length": round(tau, 4),
         "acceptance_by_depth": [round(x, 4) for x in by_depth],
         "identical": identical,
-    }
+    } | trees
     if as_json:
         print_json({"totals": totals})
         return
@@ -204,6 +204,23 @@ def _print_totals(pairs: Sequence[Pair], as_json: bool) -> None:
     )
     print(f"tau {tau:.2f} tokens a round, the bonus token included")
     print(f"accepted at depth 1, 2, ... if reached: {depths}")
+    for name, counts in trees.items():
+        shares = ", ".join(f"{n}: {x / sum(counts.values()):.0%}" for n, x in counts.items())
+        print(f"rounds by {name.removeprefix('rounds_by_').replace('_', ' ')}: {shares}")
     if math.isfinite(ratio) and ratio > 0:
         gained = "so time is gained" if ratio > 1 else "so no time is gained"
         print(f"a round takes the time of {tau / ratio:.2f} plain tokens, {gained}")
+
+
+def _trees(pairs: Sequence[Pair]) -> dict[str, dict[str, int]]:
+    """Return how many rounds verified trees of each size and depth; empty for fixed trees."""
+    found = [pair.chosen for pair in pairs if pair.chosen is not None]
+    totals = {
+        "rounds_by_nodes_verified": sum((Counter(x.sizes) for x in found), Counter()),
+        "rounds_by_levels_drafted": sum((Counter(x.depths) for x in found), Counter()),
+    }
+    return {
+        name: {str(n): counts[n] for n in sorted(counts)}
+        for name, counts in totals.items()
+        if counts
+    }

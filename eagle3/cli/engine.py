@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import jax
 
 from eagle3.chat_template import ChatTemplate
 from eagle3.config import ConfigError, DecodeConfig
@@ -18,6 +18,8 @@ from eagle3.text import Tokenizer, load_tokenizer
 from gdn import HybridLM, load_pretrained
 from gdn.config import is_int
 from gdn.hf_config import read_json
+from gdn.ops import native
+from gdn.packing import Packer
 
 log = logging.getLogger(__name__)
 
@@ -88,20 +90,31 @@ def build(config: DecodeConfig) -> Engine:
                 f"{name} {directory} is no directory: give one with config.json and safetensors"
                 + hint
             )
-    dtype = jnp.dtype(config.dtype)
+    packer = _packer(config)
+    dtype = packer.load_dtype
     if config.target is None:
         log.warning("the target has random weights: its text means nothing")
         target = generated_target(config.generated, dtype)
     else:
-        target = load_pretrained(config.target, dtype)
+        target = load_pretrained(config.target, dtype, packer)
     method, draft = config.method or "eagle3", None
     if config.draft is None:
         method = "autoregressive"
     elif method == "eagle3":
         draft = load_draft(config.draft, target, dtype)
-    drafter = make_drafter(method, draft, config.tree.plan())
+    packer.finish([target] if draft is None else [target, draft])
+    drafter = make_drafter(method, draft, config.tree.plan(), config.recalibrate)
     tokenizer = load_tokenizer(config.target, target.cfg.vocab_size)
     return Engine(config, target, drafter, tokenizer, _eos_ids(config.target, target))
+
+
+def _packer(config: DecodeConfig) -> Packer:
+    """Say how weights are kept: for the native kernels where there are any, else for XLA."""
+    if config.native != "auto" or jax.default_backend() != "cpu":
+        return Packer(config.dtype, native=False)
+    if (why := native.problem()) is not None:
+        log.warning("without native kernels, so slower (native=off: without this line): %s", why)
+    return Packer(config.dtype, native=why is None)
 
 
 def _eos_ids(directory: str | None, target: HybridLM) -> tuple[int, ...]:

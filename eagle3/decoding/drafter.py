@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from eagle3.decoding.tree import Proposal, TreePlan, draft_tree
+from eagle3.decoding.tree import DraftPass, Proposal, TreePlan, draft_tree
 from eagle3.draft import Eagle3Draft
 from gdn import TargetConfig
 from gdn.cache import KVCache, grow_kv, write_rows
@@ -171,13 +171,25 @@ class Eagle3Drafter(nnx.Module):
 
     def propose(self, state: Eagle3State, root: Int[Array, " B"]) -> Proposal:
         """Grow a tree from the last output; the state stays as it is."""
-        draft, plan = self.draft, self.plan
-        committed = state.lengths[:, None]
+        return draft_tree(
+            self.plan, root, state.logits, state.hidden, self.draft.target_ids[...],
+            self.draft_pass(state), self.no_keys(state),
+        )  # fmt: skip
 
-        def draft_pass(index, tokens, hidden, visible, own: KVCache):
+    def no_keys(self, state: Eagle3State) -> KVCache:
+        """Return room for the keys and values of all passes, `width` a pass."""
+        shape = list(state.cache.k.shape)
+        shape[2] = (self.plan.depth - 1) * self.plan.width
+        return KVCache(*(jnp.zeros(shape, x.dtype) for x in state.cache))
+
+    def draft_pass(self, state: Eagle3State) -> DraftPass:
+        """Return the pass that scores drafted nodes over what was absorbed; see `DraftPass`."""
+        draft, committed = self.draft, state.lengths[:, None]
+
+        def one_pass(index, tokens, hidden, visible, own: KVCache):
             def attend(q, k, v):
                 nonlocal own
-                at = (index - 1) * plan.width
+                at = (index - 1) * self.plan.width
                 own = KVCache(
                     jax.lax.dynamic_update_slice_in_dim(own.k, k, at, axis=2),
                     jax.lax.dynamic_update_slice_in_dim(own.v, v, at, axis=2),
@@ -191,9 +203,4 @@ class Eagle3Drafter(nnx.Module):
             z = draft.layer(hidden, tokens, positions, attend)
             return draft.logits(z), draft.feedback(z), own
 
-        shape = list(state.cache.k.shape)
-        shape[2] = (plan.depth - 1) * plan.width
-        own = KVCache(*(jnp.zeros(shape, x.dtype) for x in state.cache))
-        return draft_tree(
-            plan, root, state.logits, state.hidden, draft.target_ids[...], draft_pass, own
-        )
+        return one_pass

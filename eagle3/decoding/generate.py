@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from eagle3.decoding.auto import AutoDrafter
+from eagle3.decoding.costs import CostBook
 from eagle3.decoding.drafter import Drafter, Eagle3Drafter
+from eagle3.decoding.measure import measure_costs
 from eagle3.decoding.session import Answer, Chunk, Request, Session
 from eagle3.decoding.tree import TreePlan, dynamic_plan
 from eagle3.draft import Eagle3Draft
@@ -41,13 +44,22 @@ def generate(
 
 
 def make_drafter(
-    method: str, draft: Eagle3Draft | None = None, plan: TreePlan | None = None
+    method: str,
+    draft: Eagle3Draft | None = None,
+    plan: TreePlan | None = None,
+    recalibrate: bool = False,
 ) -> Drafter | None:
-    """Return the drafter of a method; None for plain decoding."""
+    """Return the drafter of a method; None for plain decoding.
+
+    Args:
+      recalibrate: of a plan that adapts, measure what rounds cost, whatever is known of it.
+    """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}, it must be one of: {', '.join(METHODS)}")
     if method == "autoregressive":
         return None
     if draft is None:
         raise ValueError("method eagle3 needs a draft; give one, or use method autoregressive")
+    if plan is not None and plan.adapts:
+        return AutoDrafter(draft, plan, book=CostBook(measure_costs, recalibrate))
     return Eagle3Drafter(draft, plan or dynamic_plan(top_k=3, depth=4, total_tokens=8))

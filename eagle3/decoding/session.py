@@ -21,7 +21,14 @@ from flax import nnx
 from eagle3.decoding.accept import Limits
 from eagle3.decoding.drafter import Drafter, NoDraft
 from eagle3.decoding.sampling import SamplingParams, batch_sampling
-from eagle3.decoding.speculate import DecodeState, Requests, run_prefill, run_rounds
+from eagle3.decoding.speculate import (
+    AdaptiveDrafter,
+    Chosen,
+    DecodeState,
+    Requests,
+    run_prefill,
+    run_rounds,
+)
 from gdn import HybridLM, TargetConfig, grow_cache, init_cache
 
 log = logging.getLogger(__name__)
@@ -109,6 +116,16 @@ def acceptance_by_depth(histogram: np.ndarray) -> list[float]:
     return [float(b / a) for a, b in zip(reached, reached[1:], strict=False) if a]
 
 
+def total_acceptance(answers: Sequence[Answer]) -> tuple[float, list[float]]:
+    """Return tau and acceptance by depth of several answers, as if they were one."""
+    deepest = max((len(answer.histogram) for answer in answers), default=1)
+    histogram = np.zeros(deepest, np.int64)
+    for answer in answers:
+        histogram[: len(answer.histogram)] += answer.histogram
+    tau = sum(len(answer.tokens) for answer in answers) / max(int(histogram.sum()), 1)
+    return tau, acceptance_by_depth(histogram)
+
+
 class Session:
     """Decodes one batch at a time; `start` again continues the caches where the prompts allow."""
 
@@ -161,6 +178,13 @@ class Session:
     def is_running(self) -> bool:
         """Tell whether any row goes on."""
         return any(answer.finish_reason is None for answer in self.answers)
+
+    @property
+    def chosen(self) -> Chosen | None:
+        """Return what rounds since the last new caches verified; None if all verify the same."""
+        if self._state is None or not isinstance(self._active, AdaptiveDrafter):
+            return None
+        return self._active.chosen(self._state.draft)
 
     def start(self, requests: Sequence[Request]) -> int:
         """Read the prompts.
@@ -218,16 +242,25 @@ class Session:
                 emitted=jnp.zeros(batch, jnp.int32), is_running=jnp.ones(batch, bool), counts=counts
             )
             return sum(len(held) - 1 for held in self._held)
-        self._use(self._drafter)
         capacity = self._bucket(max(map(len, prompts)))
+        self._use(self._fitted(batch, capacity))
+        draft = self._active.init_state(batch, capacity)
+        if state is not None and isinstance(self._active, AdaptiveDrafter):
+            draft = self._active.inherit(draft, state.draft)
         self._state = DecodeState(
-            init_cache(self.cfg, batch, capacity, self._dtype),
-            self._drafter.init_state(batch, capacity),
+            init_cache(self.cfg, batch, capacity, self._dtype), draft,
             jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), counts,
         )  # fmt: skip
         self._capacity = capacity
         self._held = [prompt[:1] for prompt in prompts]
         return 0
+
+    def _fitted(self, batch: int, capacity: int) -> Drafter:
+        """Return the drafter for caches of this size; one that adapts may measure first."""
+        drafter = self._drafter
+        if isinstance(drafter, AdaptiveDrafter):
+            return drafter.fitted(self._target, batch, capacity)
+        return drafter
 
     def _continues(self, prompts: list[list[int]]) -> bool:
         """Tell whether every prompt begins with what its row holds.
@@ -279,8 +312,14 @@ class Session:
     def _make_room(self, needed: int) -> None:
         """Grow the caches to hold `needed` tokens a row."""
         if needed > self._capacity:
-            state = self._take_state()
             capacity = self._bucket(needed)
+            if isinstance(self._active, AdaptiveDrafter):
+                fitted = self._fitted(len(self._held), capacity)
+                if isinstance(fitted, AdaptiveDrafter):
+                    self._use(fitted)
+                else:
+                    self._drop_draft()
+            state = self._take_state()
             cache = _grow_target(state.cache, capacity)
             draft = self._active.grow_state(state.draft, capacity)
             self._capacity = capacity

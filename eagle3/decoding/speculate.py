@@ -1,11 +1,13 @@
 """One round of speculative decoding, and the device loop of many.
 
 propose -> verify -> accept -> commit -> absorb. Plain decoding is the same round with a tree of one
-node. Between rounds every row holds: the cache of all tokens but the last, and the last, the root.
+node; a drafter that adapts puts the same parts together in its own way. Between rounds every row
+holds: the cache of all tokens but the last, and the last, the root.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3.decoding.accept import Accepted, Limits, accept
 from eagle3.decoding.drafter import Drafter
 from eagle3.decoding.sampling import Sampling
+from eagle3.decoding.tree import Proposal
 from gdn import Cache, HybridLM, commit, tree_from_parents
+from gdn.cache import Updates
+
+T = TypeVar("T")
 
 
 class Requests(NamedTuple):
@@ -45,32 +51,104 @@ class Emitted(NamedTuple):
     count: Int[Array, " B"]
 
 
+class Chosen(NamedTuple):
+    """What rounds verified, for people."""
+
+    sizes: dict[int, int]  # nodes: rounds
+    depths: dict[int, int]  # levels drafted for them: rounds
+    asked: int  # rounds in which the draft was asked, whatever came of it
+    seconds: float  # that all of them should have taken, by the costs
+
+
+class Scored(NamedTuple):
+    """What a pass of the target over one tree brought."""
+
+    accepted: Accepted
+    updates: Updates  # of all nodes: what `accepted.path` commits
+    aux_hidden: Float[Array, "B P A D"]  # the target's own streams along the path
+
+
+@runtime_checkable
+class AdaptiveDrafter(Drafter, Protocol):
+    """A drafter that runs its rounds itself, as what is verified depends on what it would cost."""
+
+    def fitted(self, target: HybridLM, batch: int, capacity: int) -> Drafter:
+        """Return the drafter for rounds of so many rows, in caches of so many slots.
+
+        Between two of them, states can be exchanged; one that is not adaptive has none.
+        """
+        ...
+
+    def rests(self, state: Any) -> Bool[Array, ""]:
+        """Say whether the next round is a plain one."""
+        ...
+
+    def plain_round(
+        self, target: HybridLM, state: DecodeState, requests: Requests
+    ) -> tuple[DecodeState, Accepted]:
+        """Run a round without a draft."""
+        ...
+
+    def round(
+        self, target: HybridLM, state: DecodeState, requests: Requests
+    ) -> tuple[DecodeState, Accepted]:
+        """Run one with a draft, of up to depth + 1 tokens a row; or none, and rest from then on."""
+        ...
+
+    def inherit(self, state: Any, before: Any) -> Any:
+        """Return a first state that knows what an earlier batch has taught."""
+        ...
+
+    def chosen(self, state: Any) -> Chosen:
+        """Return what the rounds since the first state verified."""
+        ...
+
+
 def decode_round(
     target: HybridLM, drafter: Drafter, state: DecodeState, requests: Requests
 ) -> tuple[DecodeState, Accepted]:
     """Run one round; a row that has ended keeps everything as it is."""
     with jax.named_scope("draft"):
         proposal = drafter.propose(state.draft, state.root)
+    scored = score(target, proposal, drafter.depth, drafter.aux_layers, state, requests)
+    accepted = scored.accepted
+    state = settle(state, scored)
+    with jax.named_scope("absorb"):
+        draft = drafter.absorb(state.draft, scored.aux_hidden, accepted.tokens, accepted.count)
+    return state._replace(draft=draft), accepted
+
+
+def score(
+    target: HybridLM,
+    proposal: Proposal,
+    depth: int,
+    aux_layers: tuple[int, ...],
+    state: DecodeState,
+    requests: Requests,
+) -> Scored:
+    """Verify a tree and see how far it is right; the state stays as it is."""
     with jax.named_scope("verify"):
         tree = tree_from_parents(proposal.parents)
-        scored = target.verify(proposal.tokens, tree, state.cache, drafter.aux_layers)
+        out = target.verify(proposal.tokens, tree, state.cache, aux_layers)
     with jax.named_scope("accept"):
         accepted = accept(
-            scored.logits, proposal, drafter.depth, requests.sampling, requests.limits,
+            out.logits, proposal, depth, requests.sampling, requests.limits,
             state.is_running, state.emitted, state.counts,
         )  # fmt: skip
+    nodes = jnp.maximum(accepted.path, 0)[:, :, None, None]
+    return Scored(accepted, out.updates, jnp.take_along_axis(out.aux_hidden, nodes, axis=1))
+
+
+def settle(state: DecodeState, scored: Scored) -> DecodeState:
+    """Add what was accepted to the target's caches; the last token is the new root."""
+    accepted = scored.accepted
     with jax.named_scope("commit"):
         cache = commit(state.cache, scored.updates, accepted.path)
-    with jax.named_scope("absorb"):
-        nodes = jnp.maximum(accepted.path, 0)[:, :, None, None]
-        aux_hidden = jnp.take_along_axis(scored.aux_hidden, nodes, axis=1)
-        draft = drafter.absorb(state.draft, aux_hidden, accepted.tokens, accepted.count)
     last = jnp.maximum(accepted.count - 1, 0)[:, None]
     newest = jnp.take_along_axis(accepted.tokens, last, axis=1)[:, 0]
     root = jnp.where(accepted.count > 0, newest, state.root)
     emitted = state.emitted + accepted.count
-    new = DecodeState(cache, draft, root, emitted, accepted.is_running, accepted.counts)
-    return new, accepted
+    return DecodeState(cache, state.draft, root, emitted, accepted.is_running, accepted.counts)
 
 
 def decode_rounds(
@@ -95,23 +173,41 @@ def decode_rounds(
         index, state, _ = carry
         return (index < rounds) & jnp.any(state.is_running)
 
-    def step(carry):
-        index, state, out = carry
-        state, new = decode_round(target, drafter, state, requests)
-        place = jnp.arange(most)
+    def record(out, new):
+        place = jnp.arange(new.tokens.shape[1])
         real = place < new.count[:, None]
         at = jnp.where(real, out.count[:, None] + place, shape[1])  # beyond the end: dropped
 
         def put(buffer, values):
             return buffer.at[rows, at].set(values, mode="drop")
 
-        out = Emitted(
+        return Emitted(
             put(out.tokens, new.tokens),
             put(out.is_drafted, new.is_drafted),
             put(out.logprobs, new.logprobs),
             out.count + new.count,
         )
-        return index + 1, state, out
+
+    def step_of(one_round):
+        def step(carry):
+            index, state, out = carry
+            state, new = one_round(target, state, requests)
+            # A drafter may have chosen to rest instead: then nothing came, of any row.
+            return index + jnp.any(new.count > 0), state, record(out, new)
+
+        return step
+
+    if isinstance(drafter, AdaptiveDrafter):
+        # Rests are loops of their own, so that a plain round is plain decoding and nothing else.
+        rest, speculate = step_of(drafter.plain_round), step_of(drafter.round)
+
+        def step(carry):
+            carry = jax.lax.while_loop(
+                lambda carry: more(carry) & drafter.rests(carry[1].draft), rest, carry
+            )
+            return at_most_once(more(carry), speculate, carry)
+    else:
+        step = step_of(lambda target, *rest: decode_round(target, drafter, *rest))
 
     empty = Emitted(
         jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32),
@@ -119,6 +215,14 @@ def decode_rounds(
     )  # fmt: skip
     _, state, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, empty))
     return state, out
+
+
+def at_most_once(condition: Bool[Array, ""], body: Callable[[T], Any], carry: T) -> Any:
+    """Run `body` on the carry if the condition holds.
+
+    A loop, as XLA updates what a loop carries in place; a conditional would copy caches.
+    """
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: body(c), carry)
 
 
 def prefill(

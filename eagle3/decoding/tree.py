@@ -5,13 +5,13 @@ kinds are one procedure, level by level: take the `branching` best children of e
 frontier nodes, choose the next frontier among them, at the end choose the nodes to verify. A
 dynamic tree chooses by cumulative log-probability (EAGLE-2, arXiv 2406.16858, section 4), a static
 one by tables. Scores are the draft's own, at temperature 1, whatever the target samples with.
+`auto.py` runs the same steps one by one and decides in between how far to go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,7 @@ class TreePlan:
     # candidates in the order of levels, which to verify.
     frontier: tuple[tuple[int, ...], ...] | None = None
     nodes: tuple[int, ...] | None = None
+    adapts: bool = False  # depth, width and size are the most: each round takes what pays
 
 
 def chain_plan(depth: int) -> TreePlan:
@@ -69,6 +70,14 @@ def dynamic_plan(top_k: int, depth: int, total_tokens: int) -> TreePlan:
             raise ValueError(f"tree: {name} is {value}, it must be at least {low}")
     candidates = top_k + (depth - 1) * top_k**2
     return TreePlan(depth, top_k, top_k, min(total_tokens, candidates + 1))
+
+
+def auto_plan(top_k: int, max_depth: int, max_nodes: int) -> TreePlan:
+    """Let every round choose among dynamic trees of at most these sizes, by what they cost."""
+    for name, value, low in (("max_depth", max_depth, 2), ("max_nodes", max_nodes, 2)):
+        if value < low:
+            raise ValueError(f"tree: {name} is {value}, it must be at least {low}")
+    return replace(dynamic_plan(top_k, max_depth, max_nodes), adapts=True)
 
 
 def static_plan(paths: Sequence[Sequence[int]]) -> TreePlan:
@@ -113,6 +122,25 @@ def static_plan(paths: Sequence[Sequence[int]]) -> TreePlan:
 DraftPass = Callable[[Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
 
 
+class Pool(NamedTuple):
+    """All candidates so far in the order of levels; places not filled yet score -inf."""
+
+    ids: Int[Array, "B N"]  # in the target's vocabulary
+    scores: Float[Array, "B N"]  # log-probability of the whole path
+    parents: Int[Array, "B N"]  # among the candidates; -1: the root
+
+
+class Growth(NamedTuple):
+    """A tree between two draft passes."""
+
+    ids: Int[Array, "B n"]  # the newest level: width * branching candidates
+    scores: Float[Array, "B n"]
+    hidden: Float[Array, "B w H"]  # of the nodes above it, to be fed back
+    visible: Bool[Array, "B w slots"]  # what they see of the slots of all passes
+    pool: Pool
+    carry: Any  # of the draft pass: its keys and values
+
+
 def draft_tree(
     plan: TreePlan,
     root: Int[Array, " B"],
@@ -129,48 +157,66 @@ def draft_tree(
       target_ids: of each entry of the draft vocabulary.
       carry: first state of `draft_pass`: its keys and values.
     """
-    batch, width, k = root.shape[0], plan.width, plan.branching
-    level = width * k
-    slots = (plan.depth - 1) * width
-    children = partial(_best_children, k, level, target_ids)
-
-    def put(pool, values, at):
-        return jax.lax.dynamic_update_slice_in_dim(pool, values, at * level, axis=1)
-
-    def expand(index, state):
-        ids, scores, hidden, visible, pool, carry = state
-        if plan.frontier is None:
-            _, chosen = jax.lax.top_k(scores, width)
-        else:
-            chosen = jnp.broadcast_to(jnp.array(plan.frontier)[index - 1], (batch, width))
-        above = chosen // k
-        tokens, scores = (jnp.take_along_axis(x, chosen, axis=1) for x in (ids, scores))
-        hidden = jnp.take_along_axis(hidden, above[..., None], axis=1)
-        visible = jnp.take_along_axis(visible, above[..., None], axis=1)
-        own = (index - 1) * width + jnp.arange(width)
-        visible = visible | (jnp.arange(slots) == own[:, None])
-        logits, hidden, carry = draft_pass(index, tokens, hidden, visible, carry)
-        ids, scores = children(logits, scores)
-        parents = jnp.repeat((index - 1) * level + chosen, k, axis=1)
-        added = (ids, scores, parents.astype(jnp.int32))
-        pool = tuple(put(x, new, index) for x, new in zip(pool, added, strict=True))
-        return ids, scores, hidden, visible, pool, carry
-
-    ids, scores = children(logits[:, None], jnp.zeros((batch, 1)))
-    shape = (batch, plan.depth * level)
-    empty = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.full(shape, -1, jnp.int32))
-    pool = (put(empty[0], ids, 0), put(empty[1], scores, 0), empty[2])
+    growth = first_level(plan, logits, hidden, target_ids, carry)
     if plan.depth > 1:
-        hidden = jnp.broadcast_to(hidden[:, None], (batch, width, hidden.shape[-1]))
-        visible: Bool[Array, "B w slots"] = jnp.zeros((batch, width, slots), bool)
-        state = (ids, scores, hidden, visible, pool, carry)
-        pool = jax.lax.fori_loop(1, plan.depth, expand, state)[4]
-    return _select(plan, root, *pool)
+
+        def expand(index, growth):
+            return next_level(plan, index, growth, target_ids, draft_pass, plan.width)
+
+        growth = jax.lax.fori_loop(1, plan.depth, expand, growth)
+    return _select(plan, root, growth.pool)
 
 
-def _best_children(k, size, target_ids, logits, scores):
-    """Return ids and scores [B, size] of each node's k best; -inf where there are not so many."""
-    top, ids = jax.lax.top_k(jnp.where(jnp.isnan(logits), _WORST, logits), k)
+def first_level(plan: TreePlan, logits, hidden, target_ids, carry: Any) -> Growth:
+    """Take the children of the root, which need no pass of their own."""
+    batch, width, level = logits.shape[0], plan.width, plan.width * plan.branching
+    ids, scores = _best_children(plan, target_ids, logits[:, None], jnp.zeros((batch, 1)))
+    shape = (batch, plan.depth * level)
+    pool = Pool(
+        jnp.zeros(shape, jnp.int32),
+        jnp.full(shape, -jnp.inf),
+        jnp.full(shape, -1, jnp.int32),
+    )
+    pool = Pool(pool.ids.at[:, :level].set(ids), pool.scores.at[:, :level].set(scores), pool[2])
+    hidden = jnp.broadcast_to(hidden[:, None], (batch, width, hidden.shape[-1]))
+    visible = jnp.zeros((batch, width, (plan.depth - 1) * width), bool)
+    return Growth(ids, scores, hidden, visible, pool, carry)
+
+
+def next_level(
+    plan: TreePlan, index, growth: Growth, target_ids, draft_pass: DraftPass, width: int
+) -> Growth:
+    """Expand `width` nodes of the newest level, at most `plan.width`, in draft pass `index`."""
+    batch, k, level = growth.ids.shape[0], plan.branching, plan.width * plan.branching
+    if plan.frontier is None:
+        _, chosen = jax.lax.top_k(growth.scores, width)
+    else:
+        chosen = jnp.broadcast_to(jnp.array(plan.frontier)[index - 1], (batch, width))
+    above = chosen // k
+    tokens, scores = (jnp.take_along_axis(x, chosen, axis=1) for x in growth[:2])
+    hidden = jnp.take_along_axis(growth.hidden, above[..., None], axis=1)
+    visible = jnp.take_along_axis(growth.visible, above[..., None], axis=1)
+    own = (index - 1) * plan.width + jnp.arange(width)
+    visible = visible | (jnp.arange(visible.shape[2]) == own[:, None])
+    logits, hidden, carry = draft_pass(index, tokens, hidden, visible, growth.carry)
+    ids, scores = _best_children(plan, target_ids, logits, scores)
+    parents = jnp.repeat((index - 1) * level + chosen, k, axis=1).astype(jnp.int32)
+    spare = plan.width - width
+    parents = jnp.pad(parents, ((0, 0), (0, spare * k)), constant_values=-1)
+    hidden, visible = (jnp.pad(x, ((0, 0), (0, spare), (0, 0))) for x in (hidden, visible))
+    pool = Pool(
+        *(
+            jax.lax.dynamic_update_slice_in_dim(x, new, index * level, axis=1)
+            for x, new in zip(growth.pool, (ids, scores, parents), strict=True)
+        )
+    )
+    return Growth(ids, scores, hidden, visible, pool, carry)
+
+
+def _best_children(plan: TreePlan, target_ids, logits, scores):
+    """Return ids and scores [B, level] of each node's best; -inf where there are not so many."""
+    size = plan.width * plan.branching
+    top, ids = jax.lax.top_k(jnp.where(jnp.isnan(logits), _WORST, logits), plan.branching)
     log_q = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     # A broken draft must still give a tree: each node after its parent, no NaN in the order.
     log_q = jnp.clip(jnp.where(jnp.isnan(log_q), _WORST, log_q), _WORST, 0.0)
@@ -180,16 +226,35 @@ def _best_children(k, size, target_ids, logits, scores):
     return jnp.pad(ids, missing), jnp.pad(scores, missing, constant_values=-jnp.inf)
 
 
-def _select(plan, root, ids, scores, parents) -> Proposal:
+def _select(plan: TreePlan, root, pool: Pool) -> Proposal:
     """Choose the nodes to verify; candidates are in level order, so parents come first."""
     if plan.nodes is None:
         # The parent of a chosen candidate scores no lower and comes earlier: it is chosen as well.
-        _, chosen = jax.lax.top_k(scores, plan.size - 1)
+        _, chosen = jax.lax.top_k(pool.scores, plan.size - 1)
         chosen = jnp.sort(chosen, axis=1)
     else:
         chosen = jnp.broadcast_to(np.array(plan.nodes), (root.shape[0], plan.size - 1))
-    tokens, above = (jnp.take_along_axis(x, chosen, axis=1) for x in (ids, parents))
+    tokens, above = (jnp.take_along_axis(x, chosen, axis=1) for x in (pool.ids, pool.parents))
     rank = jnp.sum(chosen[:, None] < above[..., None], axis=-1, dtype=jnp.int32)
     above = jnp.where(above < 0, 0, rank + 1)
     tokens = jnp.concatenate([root[:, None], tokens], axis=1)
     return Proposal(tokens, jnp.pad(above, ((0, 0), (1, 0)), constant_values=-1))
+
+
+def best_first(pool: Pool, root: Int[Array, " B"], size: int) -> tuple[Proposal, jax.Array]:
+    """Return the `size` best nodes in the order of their scores, and the scores [B, size].
+
+    A parent scores no lower than its children and comes first, so the first n nodes are the best
+    tree of n. Where there are not so many, nodes are padded: score -inf, parent -1.
+    """
+    scores, chosen = jax.lax.top_k(pool.scores, size - 1)
+    tokens, above = (jnp.take_along_axis(x, chosen, axis=1) for x in (pool.ids, pool.parents))
+    is_parent = chosen[:, None] == above[..., None]
+    parents = jnp.where(above < 0, 0, jnp.argmax(is_parent, axis=-1) + 1)
+    parents = jnp.where(jnp.isfinite(scores), parents, -1).astype(jnp.int32)
+    tokens = jnp.concatenate([root[:, None], tokens], axis=1)
+    parents, scores = (
+        jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
+        for x, value in ((parents, -1), (scores, 0.0))
+    )
+    return Proposal(tokens, parents), scores

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from eagle3.decoding.generate import generate
-from eagle3.decoding.session import Answer, Request, acceptance_by_depth
+from eagle3.decoding.session import Answer, Request, total_acceptance
 from eagle3.decoding.tree import TreePlan
 from eagle3.draft import Eagle3Draft
 from eagle3.training.data.dataset import TokenDataset
@@ -124,10 +124,5 @@ def acceptance(answers: Sequence[Answer], depth: int) -> tuple[float, list[float
 
     At a depth that no round has reached it is 0.
     """
-    rounds = sum(answer.rounds for answer in answers)
-    histogram = np.zeros(depth + 1, np.int64)
-    for answer in answers:
-        histogram[: len(answer.histogram)] += answer.histogram
-    tau = sum(len(answer.tokens) for answer in answers) / max(rounds, 1)
-    found = acceptance_by_depth(histogram)
+    tau, found = total_acceptance(answers)
     return tau, found + [0.0] * (depth - len(found))

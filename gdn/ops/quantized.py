@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 TOP = 127.0  # -128 is not used: ranges are the same on both sides
+TINY = 1e-30  # a row below is zero: its inverse scale would overflow
+LONGEST = (2**31 - 1) // (255 * 127)  # inputs; one side may be 0..255, see the native kernels
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=[])
@@ -42,11 +44,19 @@ class QuantizedWeight:
         return self.values[index].astype(jnp.float32) * self.scales[index][..., None]
 
 
+@jax.jit
 def quantize(x: Float[Array, "R I"]) -> QuantizedWeight:
-    """Round each row to -127..127 times a scale of its own, max |x| / 127."""
+    """Round each row to -127..127 times a scale of its own, max |x| / 127.
+
+    Raises:
+      ValueError: rows are so long that sums of products may not fit into 32 bits.
+    """
+    if x.shape[1] > LONGEST:
+        raise ValueError(f"rows of {x.shape[1]} entries are too long for int8, at most {LONGEST}")
     x = x.astype(jnp.float32)
     top = jnp.max(jnp.abs(x), axis=1)
-    inverse = jnp.where(top > 0, TOP / jnp.where(top > 0, top, 1.0), 0.0)
+    is_some = top > TINY
+    inverse = jnp.where(is_some, TOP / jnp.where(is_some, top, 1.0), 0.0)
     values = jnp.round(x * inverse[:, None])
     # NaN and infinity have no int8: they stay in the scale, and so in every product.
     values = jnp.where(jnp.isfinite(top)[:, None], values, 0.0)

@@ -6,6 +6,8 @@ Nothing depends on the kernels: `problem` says why they cannot be used, and call
 
 import ctypes
 import functools
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +25,20 @@ def problem() -> str | None:
     if jax.default_backend() != "cpu":
         return f"the backend is {jax.default_backend()}, the kernels are for CPUs"
     try:
-        library = ctypes.cdll.LoadLibrary(str(build()))
-    except (BuildError, OSError) as error:
+        try:
+            functions = _functions(build())
+        except (OSError, AttributeError):  # a file that was cut short, or made by another system
+            functions = _functions(build(anew=True))
+    except (BuildError, OSError, AttributeError) as error:
         return str(error)
-    for name in _TARGETS.values():
-        function = jax.ffi.pycapsule(getattr(library, f"gdn_matmul_{name}"))
-        jax.ffi.register_ffi_target(f"gdn_matmul_{name}", function, platform="cpu")
+    for name, function in functions.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     return None
+
+
+def _functions(library: Path) -> dict[str, Any]:
+    loaded = ctypes.cdll.LoadLibrary(str(library))
+    return {name: getattr(loaded, name) for name in map("gdn_matmul_{}".format, _TARGETS.values())}
 
 
 def matmul(x: Float[Array, "R I"], weight: PackedWeight) -> Float[Array, "R O"]:

@@ -6,7 +6,9 @@ process writes a file of its own and renames it, so two that start at once do no
 """
 
 import hashlib
+import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -15,9 +17,12 @@ from pathlib import Path
 
 import jax
 
+log = logging.getLogger(__name__)
+
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno")
+_NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+FLAGS = ("-std=c++17", "-O3", _NATIVE, "-ffp-contract=fast", "-fno-math-errno")
 _TIMEOUT = 300  # seconds; it takes about ten
 
 
@@ -26,8 +31,15 @@ class BuildError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Return the project's folder in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Return the project's folder in the user's cache.
+
+    Raises:
+      OSError: the user has no home, and XDG_CACHE_HOME is not set.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OSError(f"no place for a cache ({error}); set XDG_CACHE_HOME") from error
     return Path(base) / "eagle3-gdn"
 
 
@@ -43,11 +55,12 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
 
 
-def build(folder: Path | None = None) -> Path:
+def build(folder: Path | None = None, anew: bool = False) -> Path:
     """Return the compiled library, made now if it is not there.
 
     Args:
       folder: where it is kept; default: in the user's cache.
+      anew: make it in any case.
 
     Raises:
       BuildError: there is no compiler, it fails, or the folder cannot be written.
@@ -58,8 +71,9 @@ def build(folder: Path | None = None) -> Path:
     parts += [path.read_text() for path in sorted(SOURCES.glob("*.[ch]*"))]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     library = folder / f"kernels-{key}.so"
-    if library.exists():
+    if library.exists() and not anew:
         return library
+    log.warning("compiling kernels for this processor; this is done once")
     include = jax.ffi.include_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +84,8 @@ def build(folder: Path | None = None) -> Path:
     try:
         source = str(SOURCES / "ffi.cc")
         _run([compiler, *FLAGS, "-shared", "-fPIC", "-isystem", include, source, "-o", temporary])
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, library)
     finally:
         Path(temporary).unlink(missing_ok=True)
@@ -79,7 +95,10 @@ def build(folder: Path | None = None) -> Path:
 def _run(command: list[str]) -> str:
     """Run a compiler and return what it prints."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT,
+            env=os.environ | {"LC_ALL": "C"},
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} could not be run: {error}") from error
     if done.returncode:

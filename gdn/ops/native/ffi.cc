@@ -64,6 +64,7 @@ template <class M>
 std::string shape_problem(ffi::Span<const int64_t> x, ffi::Span<const int64_t> data,
                           ffi::Span<const int64_t> y) {
   if (x.size() != 2 || y.size() != 2 || data.size() != 4) return "wrong number of axes";
+  if (x[1] < 1) return "x has no columns";
   if (x[0] != y[0]) return "x and y have different numbers of rows";
   const int64_t panels = (y[1] + gdn::kPanel - 1) / gdn::kPanel;
   const int64_t groups = (x[1] + M::kGroup - 1) / M::kGroup;

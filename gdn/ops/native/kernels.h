@@ -28,14 +28,19 @@
 
 namespace gdn {
 
-#if !GDN_PORTABLE && defined(__AVX512F__)
-constexpr int kLanes = 16, kRegisters = 32;
+// AVX-512 without its int8 instructions gains less from wide vectors than int8 loses by them.
+#if !GDN_PORTABLE && defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define GDN_LANES 16
 #elif !GDN_PORTABLE && defined(__AVX2__)
-constexpr int kLanes = 8, kRegisters = 16;
-#elif defined(__aarch64__)
-constexpr int kLanes = 4, kRegisters = 32;
+#define GDN_LANES 8
 #else
-constexpr int kLanes = 4, kRegisters = 16;
+#define GDN_LANES 4
+#endif
+constexpr int kLanes = GDN_LANES;
+#if GDN_LANES == 16 || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
 #endif
 constexpr int kPanel = 16, kParts = kPanel / kLanes;  // outputs of a panel, vectors that hold them
 
@@ -74,7 +79,7 @@ struct Float32 {
   static void add(Sum& sum, Weight w, Factor x) { sum += w * x; }
 };
 
-#if !GDN_PORTABLE && defined(__AVX512BF16__) && defined(__AVX512F__)
+#if GDN_LANES == 16 && defined(__AVX512BF16__)
 // Activations are rounded to bfloat16 as well, two of them in a word.
 struct BFloat16 {
   using Element = uint16_t;
@@ -122,21 +127,21 @@ struct Int8 {
   using Sum = Ints;
   static constexpr int kGroup = 4, kWords = 1, kMaxRows = kLanes == 16 ? 8 : 4;
   static Weight load(const void* p) { return keep(*static_cast<const Ints*>(p)); }
-#if !GDN_PORTABLE && defined(__AVX512VNNI__) && defined(__AVX512F__)
+#if GDN_LANES == 16
   using Factor = Ints;
   static constexpr int kOffset = 128;
   static Factor factor(const Word* x) { return (Ints)(x[0] - Words{}); }
   static void add(Sum& sum, Weight w, Factor x) {
     sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
   }
-#elif !GDN_PORTABLE && defined(__AVXVNNI__) && !defined(__AVX512F__)
+#elif GDN_LANES == 8 && defined(__AVXVNNI__)
   using Factor = Ints;
   static constexpr int kOffset = 128;
   static Factor factor(const Word* x) { return (Ints)(x[0] - Words{}); }
   static void add(Sum& sum, Weight w, Factor x) {
     sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
   }
-#elif !GDN_PORTABLE && defined(__AVX2__) && !defined(__AVX512F__)
+#elif GDN_LANES == 8
   struct Factor {
     __m256i value, size;
   };
@@ -198,7 +203,7 @@ inline float quantize(const float* x, int64_t size, int offset, uint8_t* out, in
     top = std::max(top, std::fabs(x[i]));
     broken += x[i] * 0.0f;
   }
-  const float inverse = top > 0 && broken == 0 ? 127.0f / top : 0.0f;
+  const float inverse = top > 1e-30f && broken == 0 ? 127.0f / top : 0.0f;
   for (int64_t i = 0; i < size; ++i) {
     const float scaled = broken == 0 ? x[i] * inverse : 0.0f;
     out[i] = uint8_t(int(std::nearbyint(scaled)) + offset);

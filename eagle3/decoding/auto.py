@@ -1,0 +1,414 @@
+"""Trees that cost what they are worth: each round drafts and verifies as much as pays, or nothing.
+
+A round of `AutoDrafter` is one of two. With a draft: absorb what was committed since the last one,
+draft level by level while the next level pays, verify the size that pays most. Plain: as `NoDraft`
+does it; what the draft has to learn of it waits, and is read a block at a time. What pays is
+decided in `choice.py`, from seconds measured by `measure.py`.
+
+Whatever may or may not happen in a round is a loop of no or one turn, see `at_most_once`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3.decoding.accept import Accepted
+from eagle3.decoding.choice import (
+    Knowledge,
+    Pace,
+    Prices,
+    after_look,
+    best_size,
+    expected_tokens,
+    explores,
+    first_pace,
+    forget,
+    hopeful,
+    learn,
+    next_width,
+    no_knowledge,
+    offered,
+    rate_of,
+    saw_level,
+)
+from eagle3.decoding.costs import CostBook, Costs, sizes_of
+from eagle3.decoding.drafter import Drafter, Eagle3Drafter, Eagle3State, NoDraft
+from eagle3.decoding.speculate import (
+    Chosen,
+    DecodeState,
+    Requests,
+    Scored,
+    at_most_once,
+    score,
+    settle,
+)
+from eagle3.decoding.tree import Growth, Proposal, TreePlan, best_first, first_level, next_level
+from eagle3.draft import Eagle3Draft
+from gdn import HybridLM, TargetConfig
+from gdn.cache import KVUpdate, write_rows
+
+FEW, BLOCK = 4, 32  # pairs that the draft reads at once: after a round, and while it is not asked
+
+
+class Pending(NamedTuple):
+    """Committed pairs that the draft has not absorbed yet, oldest first."""
+
+    aux_hidden: Float[Array, "B A Q D"]
+    tokens: Int[Array, "B Q"]
+    count: Int[Array, " B"]
+
+
+class Tally(NamedTuple):
+    """Rounds so far."""
+
+    sizes: Int[Array, " K"]  # by size of the tree that was verified
+    depths: Int[Array, " D+1"]  # by levels drafted for it; 0: plain
+    asked: Int[Array, ""]  # those with a draft, whatever came of it
+    seconds: Float[Array, ""]  # by the costs, but for what plain rounds took
+
+
+class AutoState(NamedTuple):
+    """The draft's own state, and what the decisions rest on."""
+
+    draft: Eagle3State
+    pending: Pending
+    knowledge: Knowledge
+    pace: Pace
+    tally: Tally
+
+
+class Choice(NamedTuple):
+    """What a round verifies."""
+
+    size: Int[Array, ""]  # index into the sizes; 0 is plain decoding
+    nodes: Proposal  # of the largest size, best nodes first
+    scores: Float[Array, "B M"]
+
+
+class _Drafting(NamedTuple):
+    """A draft on its way down."""
+
+    index: jax.Array  # of the next pass, from 1
+    width: jax.Array  # of it, as `next_width` says; 0: there is none
+    growth: Growth
+    tokens: jax.Array  # expected, by size
+    spent: jax.Array  # seconds
+    knowledge: Knowledge
+
+
+class AutoDrafter(nnx.Module):
+    """An EAGLE-3 draft that is used as far as it pays."""
+
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        plan: TreePlan,
+        costs: Costs | None = None,
+        book: CostBook | None = None,
+    ):
+        """Wrap a draft.
+
+        Args:
+          plan: the most of everything; see `auto_plan`.
+          costs: of rounds; None: asked of `book` for each batch, see `fitted`.
+
+        Raises:
+          ValueError: the plan wants more children than the draft vocabulary has entries, or costs
+            of a size that it does not have.
+        """
+        self.inner, self.plan, self.book = Eagle3Drafter(draft, plan), plan, book
+        self.depth, self.aux_layers = plan.depth, draft.cfg.aux_layers
+        self.max_positions: int | None = draft.cfg.max_position_embeddings
+        self.sizes = sizes_of(plan)
+        if costs is not None:
+            known = dict(costs.rounds)
+            if 1 not in known or not set(known) <= set(self.sizes):
+                raise ValueError(f"costs of {sorted(known)} nodes; there are {self.sizes}, with 1")
+            self.offered = tuple(i for i, n in enumerate(self.sizes) if n in known and n > 1)
+            seconds = np.array([known.get(n, np.inf) for n in self.sizes], np.float32)
+            prices = Prices(
+                jnp.asarray(seconds), jnp.array(costs.levels, jnp.float32),
+                jnp.float32(costs.absorb),
+            )  # fmt: skip
+            self.prices = nnx.List(nnx.Variable(x) for x in prices)
+
+    def problems_with(self, target: TargetConfig) -> list[str]:
+        """List what differs between the target and the one the draft was made for."""
+        return self.inner.problems_with(target)
+
+    def fitted(self, target: HybridLM, batch: int, capacity: int) -> Drafter:
+        """Return the drafter that knows what rounds of such a batch cost, or none if none pays."""
+        if self.book is None:
+            return self
+        costs = self.book.costs(target, self, batch, capacity)
+        if len(costs.rounds) == 1:
+            return NoDraft()
+        return AutoDrafter(self.inner.draft, self.plan, costs)
+
+    def init_state(self, batch: int, capacity: int) -> AutoState:
+        """Make the state before the first token."""
+        draft, cfg = self.inner.init_state(batch, capacity), self.inner.draft.cfg
+        slots = BLOCK + self.depth + 1  # a block, and the round that fills it
+        shape = (batch, cfg.num_aux, slots, cfg.target_hidden_size)
+        zeros = jnp.zeros(batch, jnp.int32)
+        pending = Pending(
+            jnp.zeros(shape, draft.hidden.dtype), jnp.zeros((batch, slots), jnp.int32), zeros
+        )
+        tally = Tally(
+            jnp.zeros(len(self.sizes), jnp.int32),
+            jnp.zeros(self.depth + 1, jnp.int32),
+            jnp.int32(0),
+            jnp.float32(0),
+        )
+        knowledge = no_knowledge(self.depth, self.sizes)
+        return AutoState(draft, pending, knowledge, first_pace(), tally)
+
+    def inherit(self, state: AutoState, before: Any) -> AutoState:
+        """Keep what was learned; the first rounds look whether speculation pays."""
+        if not isinstance(before, AutoState):
+            return state
+        pace = state.pace._replace(
+            tokens=before.pace.tokens, seconds=before.pace.seconds, looked=jnp.int32(0)
+        )
+        return state._replace(knowledge=before.knowledge, pace=pace)
+
+    def chosen(self, state: AutoState) -> Chosen:
+        """Read the tally."""
+        sizes, depths, asked, seconds = jax.device_get(state.tally)
+        return Chosen(
+            {n: int(count) for n, count in zip(self.sizes, sizes, strict=True) if count},
+            {n: int(count) for n, count in enumerate(depths) if count},
+            int(asked),
+            float(seconds) + int(sizes[0]) * float(self.prices[0][...][0]),
+        )
+
+    def grow_state(self, state: AutoState, capacity: int) -> AutoState:
+        """Copy the keys into a longer cache."""
+        return state._replace(draft=self.inner.grow_state(state.draft, capacity))
+
+    def absorb(self, state: AutoState, aux_hidden, tokens, count) -> AutoState:
+        """Absorb what waits, then pairs of a prompt."""
+        draft, pending = self.read_all(state.draft, state.pending)
+        draft = self.inner.absorb(draft, aux_hidden, tokens, count)
+        return state._replace(draft=draft, pending=pending)
+
+    def propose(self, state: AutoState, root: Int[Array, " B"]) -> Proposal:
+        """Propose the largest tree, whatever it costs."""
+        return self.inner.propose(self.read_all(state.draft, state.pending)[0], root)
+
+    def rests(self, state: AutoState) -> Bool[Array, ""]:
+        """Say whether the next round is plain: the draft is not asked, and need not read."""
+        return (state.pace.rest > 0) & (jnp.max(state.pending.count) < BLOCK)
+
+    def plain_round(
+        self, target: HybridLM, state: DecodeState, requests: Requests
+    ) -> tuple[DecodeState, Accepted]:
+        """Decode a token a row; the draft hears of it later."""
+        root = NoDraft().propose((), state.root)
+        scored = score(target, root, 0, self.aux_layers, state, requests)
+        auto: AutoState = state.draft
+        pace = auto.pace._replace(rest=auto.pace.rest - 1)
+        tally = auto.tally._replace(
+            sizes=auto.tally.sizes.at[0].add(1),
+            depths=auto.tally.depths.at[0].add(1),
+        )
+        auto = auto._replace(pace=pace, tally=tally, pending=_defer(auto.pending, scored))
+        return settle(state, scored)._replace(draft=auto), scored.accepted
+
+    def round(
+        self, target: HybridLM, state: DecodeState, requests: Requests
+    ) -> tuple[DecodeState, Accepted]:
+        """Read what waits, think unless this is a rest, and verify if something came of it."""
+        thinks, auto = state.draft.pace.rest == 0, state.draft
+        with jax.named_scope("absorb"):
+            waiting = jnp.max(auto.pending.count)
+            draft, pending = at_most_once(
+                (waiting >= BLOCK) | (thinks & (waiting > 2 * FEW)),
+                lambda carry: self.read(*carry, BLOCK),
+                (auto.draft, auto.pending),
+            )
+        nothing = self._nothing(state.root)
+        with jax.named_scope("draft"):
+            auto, choice = at_most_once(
+                thinks,
+                lambda carry: self.think(carry[0], state.root, state.is_running),
+                (auto._replace(draft=draft, pending=pending), nothing),
+            )
+        state = state._replace(draft=auto)
+        none = jnp.zeros((state.root.shape[0], self.depth + 1), jnp.int32)
+        accepted = Accepted(
+            none - 1, none, none > 0, none.astype(jnp.float32), none[:, 0], state.is_running, None
+        )
+
+        def verify(carry):
+            state, _, choice = carry
+            state, accepted = self._tree_round(target, state, requests, choice)
+            return state, accepted, nothing  # not `choice`: XLA would see that it stays the same
+
+        return at_most_once(choice.size > 0, verify, (state, accepted, choice))[:2]
+
+    def _nothing(self, root) -> Choice:
+        """Return the choice to verify nothing."""
+        tokens = jnp.zeros((root.shape[0], self.sizes[-1]), jnp.int32)
+        scores = jnp.full(tokens.shape, -jnp.inf)
+        return Choice(jnp.int32(0), Proposal(tokens, tokens - 1), scores)
+
+    def _tree_round(
+        self, target: HybridLM, state: DecodeState, requests: Requests, choice: Choice
+    ) -> tuple[DecodeState, Accepted]:
+        """Verify the chosen tree, and learn from it."""
+        auto: AutoState = state.draft
+        branches = [
+            lambda nodes, n=self.sizes[i]: self.attempt(target, state, requests, nodes, n)
+            for i in self.offered
+        ]
+        table = np.zeros(len(self.sizes), np.int32)
+        table[list(self.offered)] = np.arange(len(self.offered))
+        scored, path = jax.lax.switch(jnp.asarray(table)[choice.size], branches, choice.nodes)
+        goes_on = scored.accepted.is_running  # a row that ends may end above nodes that were right
+        places = jnp.arange(1, self.sizes[-1])
+        verified = (places < jnp.asarray(self.sizes)[choice.size]) & goes_on[:, None]
+        right = jnp.any(path[:, :, None] == places, axis=1)
+        knowledge = learn(auto.knowledge, choice.scores[:, 1:], verified, right & verified)
+        auto = auto._replace(knowledge=knowledge, pending=_defer(auto.pending, scored))
+        state = settle(state, scored)._replace(draft=auto)
+        return state, scored.accepted._replace(counts=None)
+
+    def attempt(
+        self, target: HybridLM, state: DecodeState, requests: Requests, nodes: Proposal, size: int
+    ) -> tuple[Scored, jax.Array]:
+        """Score the best `size` nodes; returns what is on the accepted path, and the path.
+
+        Everything has depth + 1 places, whatever the size: so that sizes can be branches of a
+        switch, and none of them has to touch a cache.
+        """
+        tree = Proposal(nodes.tokens[:, :size], nodes.parents[:, :size])
+        scored = score(target, tree, self.depth, self.aux_layers, state, requests)
+        path = scored.accepted.path
+        kept = jnp.maximum(path, 0)
+        updates = tuple(
+            type(update)(
+                *(_take(x, kept, 2 if isinstance(update, KVUpdate) else 1) for x in update)
+            )
+            for update in scored.updates
+        )
+        straight = jnp.where(path >= 0, jnp.arange(path.shape[1]), -1)
+        accepted = scored.accepted._replace(path=straight)
+        return Scored(accepted, updates, scored.aux_hidden), path
+
+    def think(
+        self, auto: AutoState, root: Int[Array, " B"], is_running: Bool[Array, " B"]
+    ) -> tuple[AutoState, Choice]:
+        """Draft as far as it pays, and choose the size to verify."""
+        draft, pending = self.read_all(auto.draft, auto.pending)
+        prices, plan = Prices(*(x[...] for x in self.prices)), self.plan
+        rows = jnp.sum(is_running, dtype=jnp.float32)
+        rate = rows * rate_of(prices, auto.pace)
+        start = forget(auto.knowledge, 1)
+        hope, is_trial = hopeful(start), explores(prices, auto.pace)
+        guide = start._replace(accepted=jnp.where(is_trial, hope.accepted, start.accepted))
+        most = rows * jnp.array(self.sizes, jnp.float32)
+
+        def width_of(index, growth, tokens, spent, knowledge):
+            offer = offered(guide, growth.scores, is_running, plan.width)
+            width = next_width(knowledge, prices, rate, index, offer, tokens, spent, most)
+            return jnp.where(index < plan.depth, width, 0)
+
+        def go_down(now: _Drafting) -> _Drafting:
+            offer = offered(guide, now.growth.scores, is_running, plan.width)
+            growth = self.expand(draft, now.index, now.growth, now.width)
+            tokens = expected_tokens(guide, growth.pool.scores, is_running, self.sizes)
+            gain = tokens - now.tokens
+            knowledge = saw_level(now.knowledge, now.index, now.width, offer, gain)
+            spent = now.spent + prices.levels[now.width - 1]
+            width = width_of(now.index + 1, growth, tokens, spent, knowledge)
+            return _Drafting(now.index + 1, width, growth, tokens, spent, knowledge)
+
+        growth = self.first(draft)
+        tokens = expected_tokens(guide, growth.pool.scores, is_running, self.sizes)
+        index = jnp.int32(1)
+        width = width_of(index, growth, tokens, prices.absorb, start)
+        end = jax.lax.while_loop(
+            lambda now: now.width > 0,
+            go_down,
+            _Drafting(index, width, growth, tokens, prices.absorb, start),
+        )
+        size, _ = best_size(prices, rate, end.tokens, end.spent)
+        # Whether it pays is judged without hope, by what would have been verified then.
+        tokens = expected_tokens(start, end.growth.pool.scores, is_running, self.sizes)
+        sober, _ = best_size(prices, rate, tokens, end.spent)
+        pace = after_look(
+            prices, auto.pace, tokens[sober] / jnp.maximum(rows, 1),
+            end.spent + prices.rounds[sober],
+        )  # fmt: skip
+        nodes, scores = best_first(end.growth.pool, root, self.sizes[-1])
+        knowledge = forget(end.knowledge, pace.rest)
+        is_tree = (size > 0).astype(jnp.int32)
+        pace = pace._replace(rest=pace.rest + 1 - is_tree)  # this round itself is then plain
+        tally = Tally(
+            auto.tally.sizes.at[size].add(is_tree),
+            auto.tally.depths.at[end.index].add(is_tree),
+            auto.tally.asked + 1,
+            auto.tally.seconds + end.spent + is_tree * prices.rounds[size],
+        )
+        return AutoState(draft, pending, knowledge, pace, tally), Choice(size, nodes, scores)
+
+    def first(self, draft: Eagle3State) -> Growth:
+        """Return the level that needs no pass."""
+        inner = self.inner
+        ids, keys = inner.draft.target_ids[...], inner.no_keys(draft)
+        return first_level(self.plan, draft.logits, draft.hidden, ids, keys)
+
+    def expand(self, draft: Eagle3State, index, growth: Growth, width) -> Growth:
+        """Run a draft pass of one node (width 1) or of the whole frontier (2)."""
+        ids, one_pass = self.inner.draft.target_ids[...], self.inner.draft_pass(draft)
+
+        def of(nodes: int) -> Callable[[Growth], Growth]:
+            return lambda growth: next_level(self.plan, index, growth, ids, one_pass, nodes)
+
+        if self.plan.width == 1:
+            return of(1)(growth)
+        return jax.lax.cond(width > 1, of(self.plan.width), of(1), growth)
+
+    def read(self, draft: Eagle3State, pending: Pending, size: int) -> tuple[Eagle3State, Pending]:
+        """Absorb the `size` oldest pending pairs of each row, fewer where there are not so many."""
+        count = jnp.minimum(pending.count, size)
+        aux_hidden = jnp.swapaxes(pending.aux_hidden[:, :, :size], 1, 2)
+        draft = self.inner.absorb(draft, aux_hidden, pending.tokens[:, :size], count)
+        left = Pending(
+            jnp.roll(pending.aux_hidden, -size, axis=2),
+            jnp.roll(pending.tokens, -size, axis=1),
+            pending.count - count,
+        )
+        return draft, left
+
+    def read_all(self, draft: Eagle3State, pending: Pending) -> tuple[Eagle3State, Pending]:
+        """Absorb all that waits, a few at a time: as many as most rounds bring."""
+        return jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1].count > 0),
+            lambda carry: self.read(*carry, FEW),
+            (draft, pending),
+        )
+
+
+def _take(x: jax.Array, nodes: Int[Array, "B P"], axis: int) -> jax.Array:
+    shape = [1] * x.ndim
+    shape[0], shape[axis] = nodes.shape
+    return jnp.take_along_axis(x, nodes.reshape(shape), axis=axis)
+
+
+def _defer(pending: Pending, scored: Scored) -> Pending:
+    """Put what a round committed behind what waits."""
+    accepted = scored.accepted
+    new = jnp.swapaxes(scored.aux_hidden, 1, 2).astype(pending.aux_hidden.dtype)
+    aux_hidden = write_rows(pending.aux_hidden, new, pending.count, accepted.count)
+    place = jnp.arange(accepted.tokens.shape[1])
+    at = jnp.where(place < accepted.count[:, None], pending.count[:, None] + place, 1 << 30)
+    rows = jnp.arange(len(at))[:, None]
+    tokens = pending.tokens.at[rows, at].set(accepted.tokens, mode="drop")
+    return Pending(aux_hidden, tokens, pending.count + accepted.count)

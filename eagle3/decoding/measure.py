@@ -1,0 +1,165 @@
+"""Measures what the parts of a round cost, with the very functions that a round is made of.
+
+Each part runs in a device loop of its own, all in turn, several times; medians. Beside compilation
+it takes a second or two, more only where single rounds take long.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from eagle3.decoding.accept import Limits
+from eagle3.decoding.auto import FEW, AutoDrafter, AutoState
+from eagle3.decoding.costs import Costs
+from eagle3.decoding.sampling import SamplingParams, batch_sampling
+from eagle3.decoding.speculate import DecodeState, Requests, settle
+from eagle3.decoding.tree import Proposal
+from gdn import HybridLM, init_cache
+
+_SECONDS, _REPEATS = 0.03, 5  # of one sample of one part, and samples
+_FIRST = 3  # of them decide whether a larger size is looked at
+
+
+class _Part(NamedTuple):
+    """Something to time: `run` repeats it so many times and waits."""
+
+    run: Callable[[int], None]
+    count: int  # repetitions of a sample
+
+
+def measure_costs(target: HybridLM, drafter: AutoDrafter, batch: int, capacity: int) -> Costs:
+    """Measure rounds of `batch` rows in caches half full.
+
+    Sizes are tried in ascending order, up to the first that costs as much as the most tokens it
+    can bring cost plainly: from there on none can pay.
+    """
+    bench = _Bench(target, drafter, batch, capacity)
+    parts: dict[Any, _Part] = {}
+    plain = None
+    for nodes in drafter.sizes:
+        parts[nodes] = bench.part(bench.round_of(nodes))
+        seconds = min(_sample(parts[nodes]) for _ in range(_FIRST))
+        plain = plain or seconds
+        if seconds >= (drafter.depth + 1) * plain:
+            break
+    sizes = list(parts)
+    parts["absorb"] = bench.part(bench.absorb)
+    for width in (1, 2):
+        parts["level", width] = bench.part(bench.level(width))
+    samples: dict[Any, list[float]] = {name: [] for name in parts}
+    for _ in range(_REPEATS):
+        for name, part in parts.items():
+            samples[name].append(_sample(part))
+    medians = {name: statistics.median(found) for name, found in samples.items()}
+    # A larger tree is never cheaper; where it seems so, it is noise.
+    rounds = np.maximum.accumulate([medians[n] for n in sizes]).tolist()
+    levels = medians["level", 1], max(medians["level", 1], medians["level", 2])
+    return Costs(tuple(zip(sizes, rounds, strict=True)), levels, medians["absorb"])
+
+
+def _sample(part: _Part) -> float:
+    """Return seconds of one repetition."""
+    start = time.perf_counter()
+    part.run(part.count)
+    return (time.perf_counter() - start) / part.count
+
+
+class _Bench:
+    """A batch in the middle of its text, which never moves on; its state is handed around."""
+
+    def __init__(self, target: HybridLM, drafter: AutoDrafter, batch: int, capacity: int):
+        self.place = min(capacity // 2, target.cfg.max_position_embeddings - 1)
+        self.vocab = target.cfg.vocab_size
+        graph, params = nnx.split((target, drafter))
+        self.graph, self.params = graph, nnx.to_pure_dict(params)
+        sampling = batch_sampling([SamplingParams()] * batch, [[0]] * batch, self.vocab)
+        never = Limits(jnp.full((batch, 4), -1, jnp.int32), jnp.full(batch, 1 << 30, jnp.int32))
+        self.requests = Requests(sampling, never)
+        self.state = self.back(
+            DecodeState(
+                init_cache(target.cfg, batch, capacity, target.embed_tokens[...].dtype),
+                drafter.init_state(batch, capacity),
+                jnp.zeros(batch, jnp.int32),
+                jnp.zeros(batch, jnp.int32),
+                jnp.ones(batch, bool),
+                None,
+            )
+        )
+
+    def back(self, state: DecodeState) -> DecodeState:
+        """Return to the place in the text, keeping what was computed."""
+
+        def rows_of(value: int) -> jax.Array:
+            return jnp.full_like(state.root, value)
+
+        auto: AutoState = state.draft
+        pending = auto.pending._replace(count=rows_of(2))
+        draft = auto.draft._replace(lengths=rows_of(self.place))
+        return state._replace(
+            cache=state.cache._replace(lengths=rows_of(self.place)),
+            draft=auto._replace(draft=draft, pending=pending),
+            emitted=rows_of(0),
+        )
+
+    def part(self, step: Callable[[HybridLM, AutoDrafter, DecodeState], DecodeState]) -> _Part:
+        """Compile the repetition of `step`, and see how many make a sample."""
+        graph, vocab = self.graph, self.vocab
+
+        def loop(params, state, count):
+            modules = nnx.merge(graph, params)
+
+            def turn(i, state):
+                state = self.back(step(*modules, state))
+                return state._replace(root=(state.root + i) % vocab)
+
+            return jax.lax.fori_loop(0, count, turn, state)
+
+        compiled = jax.jit(loop, donate_argnums=1)
+
+        def run(count: int) -> None:
+            self.state = jax.block_until_ready(compiled(self.params, self.state, count))
+
+        run(1)
+        once = _sample(_Part(run, 1))
+        return _Part(run, max(1, min(1000, int(_SECONDS / once))))
+
+    def round_of(self, nodes: int):
+        """Return a round that verifies so many nodes: a chain as deep as may be, then leaves."""
+
+        def step(target: HybridLM, drafter: AutoDrafter, state: DecodeState) -> DecodeState:
+            if nodes == 1:
+                return drafter.plain_round(target, state, self.requests)[0]
+            place = np.arange(nodes)
+            above = np.where(place <= drafter.depth, place - 1, place % drafter.depth)
+            tokens = (state.root[:, None] + 7 * place) % self.vocab
+            parents = jnp.broadcast_to(jnp.asarray(above, jnp.int32), tokens.shape)
+            tree = Proposal(tokens, parents)
+            return settle(state, drafter.attempt(target, state, self.requests, tree, nodes)[0])
+
+        return step
+
+    def absorb(self, target: HybridLM, drafter: AutoDrafter, state: DecodeState) -> DecodeState:
+        """Read the pairs of a usual round."""
+        auto: AutoState = state.draft
+        pending = auto.pending
+        streams = pending.aux_hidden + auto.draft.hidden[:, :1, None, None] * 1e-9
+        pending = pending._replace(aux_hidden=streams)
+        draft, pending = drafter.read(auto.draft, pending, FEW)
+        return state._replace(draft=auto._replace(draft=draft, pending=pending))
+
+    def level(self, width: int):
+        """Return a draft pass of one node (1) or of the whole frontier (2)."""
+
+        def step(target: HybridLM, drafter: AutoDrafter, state: DecodeState) -> DecodeState:
+            auto: AutoState = state.draft
+            growth = drafter.expand(auto.draft, 1, drafter.first(auto.draft), width)
+            logits = auto.draft.logits + growth.scores[:, :1] * 1e-9
+            return state._replace(draft=auto._replace(draft=auto.draft._replace(logits=logits)))
+
+        return step
