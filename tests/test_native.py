@@ -123,9 +123,9 @@ def test_without_a_compiler_the_reason_is_one_line(monkeypatch, tmp_path):
 @needs_kernels
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_path):
     fake = tmp_path / "c++"
-    fake.write_text(
-        "#!/bin/sh\ncase $* in *-dM*) exit 0;; esac\necho 'x.cc:1: error: no such thing' >&2\nexit 1\n"
-    )
+    lines = ("#!/bin/sh", "case $* in *-dM*) exit 0;; esac")  # macros can be had
+    lines += ("echo 'x.cc:1: error: no such thing' >&2", "exit 1")
+    fake.write_text("\n".join(lines) + "\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(compiler.BuildError, match="no such thing"):
