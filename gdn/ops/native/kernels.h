@@ -53,7 +53,9 @@ typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_a
 // load weights from memory once for every row.
 template <class V>
 inline V keep(V value) {
-#if defined(__x86_64__)
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(value));  // any of the 32 registers
+#elif defined(__x86_64__)
   __asm__("" : "+x"(value));
 #elif defined(__aarch64__)
   __asm__("" : "+w"(value));
@@ -79,23 +81,8 @@ struct Float32 {
   static void add(Sum& sum, Weight w, Factor x) { sum += w * x; }
 };
 
-#if GDN_LANES == 16 && defined(__AVX512BF16__)
-// Activations are rounded to bfloat16 as well, two of them in a word.
-struct BFloat16 {
-  using Element = uint16_t;
-  using Weight = Words;
-  using Word = uint32_t;
-  using Factor = Words;
-  using Sum = Floats;
-  static constexpr int kGroup = 2, kWords = 1, kMaxRows = 8;
-  static Weight load(const void* p) { return *static_cast<const Words*>(p); }
-  static Factor factor(const Word* x) { return x[0] - Words{}; }
-  static void add(Sum& sum, Weight w, Factor x) {
-    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
-  }
-};
-#else
-// Two weights share a word: the upper half of a float32 is a bfloat16. Activations stay float32.
+// Two weights share a word: the upper half of a float32 is a bfloat16. Activations stay float32:
+// rounded to bfloat16, as AVX-512's own product of pairs wants them, they would widen ties.
 struct BFloat16 {
   struct Pair {
     Floats even, odd;
@@ -116,7 +103,6 @@ struct BFloat16 {
     sum += w.odd * x.odd;
   }
 };
-#endif
 
 // Weights in -127..127, activations too, four of them in a word; sums are exact. Instructions that
 // want one side without sign get activations + kOffset, and `store` takes kOffset * sum(w) off.
@@ -188,13 +174,6 @@ int64_t tile_start(int64_t rows, int64_t t) {
   return t * rows / tiles_of<M>(rows);
 }
 
-inline uint16_t to_bfloat16(float value) {  // round to nearest, ties to even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-
 // One row of activations in -127..127 with a common scale; returns the scale. A row with an
 // infinity or a NaN has a NaN for its scale, and so for all its products.
 inline float quantize(const float* x, int64_t size, int offset, uint8_t* out, int64_t padded) {
@@ -247,11 +226,8 @@ class Activations {
     if constexpr (std::is_same_v<M, Int8>) {
       auto* bytes = reinterpret_cast<uint8_t*>(out);
       scales_.push_back(quantize(x, in, Int8::kOffset, bytes, groups * M::kGroup));
-    } else if constexpr (std::is_same_v<Word, float>) {
-      std::fill(std::copy(x, x + in, out), out + stride_, 0.0f);
     } else {
-      std::fill(out, out + stride_, 0);
-      for (int64_t i = 0; i < in; ++i) out[i / 2] |= Word(to_bfloat16(x[i])) << 16 * (i % 2);
+      std::fill(std::copy(x, x + in, out), out + stride_, 0.0f);
     }
   }
   int64_t rows_, stride_;
