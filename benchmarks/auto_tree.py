@@ -3,6 +3,8 @@
     python benchmarks/auto_tree.py --target DIR --draft DIR --prompts code.jsonl prose.jsonl
     python benchmarks/auto_tree.py --small      # generated models: does it run, and cost nothing?
 
+Without any argument it is small, as in `make bench`.
+
 Every setting decodes every row of every file, all settings in turn, several times; medians. Tokens
 per second count decoding alone, not the reading of the prompt, and no run that compiles. The second
 figure of each setting is free of the machine's mood: tokens over the seconds that the measured
@@ -171,14 +173,14 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     keep_compiled_programs()
     overrides = ["tree.kind=auto", *args.overrides]
-    if args.small:
+    if args.small or not (args.target or args.draft or args.prompts):
         engine, files = small_engine(overrides)
     elif args.target and args.draft and args.prompts:
         config = read_config(DecodeConfig, None, overrides, target=args.target, draft=args.draft)
         engine = build(config)
         files = {path: [row.request for row in read_rows(path, engine)] for path in args.prompts}
     else:
-        raise SystemExit("give --target DIR, --draft DIR and --prompts FILE..., or --small")
+        raise SystemExit("give --target DIR, --draft DIR and --prompts FILE... together, or none")
     for name, runs in measure(engine, files, args.fixed, args.repeats).items():
         report(name, runs, args.json)
     print(f"\njax {jax.__version__}, {jax.devices()[0].device_kind}")

@@ -7,8 +7,8 @@
 // nor on the number of threads.
 //
 // Vectors are the compiler's own (GCC and Clang), as wide as the processor compiled for; only the
-// dot products of small types are intrinsics, each with a portable form beside it that sums the
-// same numbers. This file knows nothing of XLA.
+// dot products of int8 are intrinsics, with a portable form beside them that sums the same numbers.
+// This file knows nothing of XLA.
 #pragma once
 
 #include <algorithm>
@@ -192,8 +192,8 @@ inline float quantize(const float* x, int64_t size, int offset, uint8_t* out, in
 }
 
 // Activations as the kernels read them: tile by tile, [groups][rows of the tile][kWords], so that
-// a tile is one stream, whatever the distance between rows is. Float rows of a single one stay
-// where they are.
+// a tile is one stream, whatever the distance between rows is. A single row of floats stays where it
+// is.
 template <class M>
 class Activations {
  public:
