@@ -21,7 +21,7 @@ from helpers import forward
 from tokenizers import Tokenizer, models
 
 import decode
-from eagle3.cli import chat, compare
+from eagle3.cli import chat, compare, conversation
 from eagle3.cli.answers import Result
 from eagle3.cli.batch import fingerprint
 from eagle3.cli.console import Console
@@ -53,20 +53,16 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="session")
-def target(tmp_path_factory):
-    """A Hugging Face directory with a chat template."""
-    path = tmp_path_factory.mktemp("target")
-    shape = GeneratedTarget(hidden_size=32, initializer_range=0.2)
-    save_pretrained(generated_target(shape, jnp.dtype("float32")), path)
+def write_target(path, **shape):
+    """Write a Hugging Face directory with a chat template; returns it."""
+    cfg = GeneratedTarget(hidden_size=32, initializer_range=0.2, **shape)
+    save_pretrained(generated_target(cfg, jnp.dtype("float32")), path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return str(path)
 
 
-@pytest.fixture(scope="session")
-def draft(target, tmp_path_factory):
-    """An untrained draft in the SGLang layout, with a vocabulary of one token."""
-    path = tmp_path_factory.mktemp("draft")
+def write_draft(target, path):
+    """Write an untrained draft in the SGLang layout, with a vocabulary of one token; returns it."""
     model = load_pretrained(target, jnp.float32)
     cfg = DraftConfig(
         hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1,
@@ -76,6 +72,16 @@ def draft(target, tmp_path_factory):
     made = draft_for(model, cfg, np.array([ord("b")]), rngs=nnx.Rngs(0))
     save_draft(made, path, "sglang")
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def draft(target, tmp_path_factory):
+    return write_draft(target, tmp_path_factory.mktemp("draft"))
 
 
 @pytest.fixture
@@ -679,11 +685,11 @@ def test_chat_prints_the_answer_on_its_own_line_and_the_closing_line(talk):
 
 def test_only_the_rest_is_encoded_where_the_held_tokens_read_as_the_beginning():
     tokenizer = ByteTokenizer()
-    assert chat.continued_ids(tokenizer, [97, 98], "abc") == [97, 98, 99]
-    assert chat.continued_ids(tokenizer, [120], "abc") == [97, 98, 99]
-    assert chat.continued_ids(tokenizer, [], "abc") == [97, 98, 99]
+    assert conversation.continued_ids(tokenizer, [97, 98], "abc") == [97, 98, 99]
+    assert conversation.continued_ids(tokenizer, [120], "abc") == [97, 98, 99]
+    assert conversation.continued_ids(tokenizer, [], "abc") == [97, 98, 99]
     broken = [97, 0xF0]  # an answer cut within a character keeps its own tokens
-    assert chat.continued_ids(tokenizer, broken, "a\ufffdc") == [97, 0xF0, 99]
+    assert conversation.continued_ids(tokenizer, broken, "a\ufffdc") == [97, 0xF0, 99]
 
 
 # Comparison

@@ -110,9 +110,6 @@ def damaged_files(folder):
     line = b'{"text": "a"}\n'
     packed = gzip.compress(b"".join(b'{"text": "%d"}\n' % n for n in range(2000)))
     contents = {
-        "cut.jsonl": (line + b'{"text": "b', "line 2 is not JSON"),
-        "bytes.jsonl": (line + line + b'{"text": "\xff"}\n', "line 3 is not UTF-8"),
-        "bytes.txt": (b"a\n\xff", "line 2 is not UTF-8"),
         "cut.jsonl.gz": (packed[: len(packed) // 2], r"cannot be read after line \d+"),
         "flipped.jsonl.gz": (packed[:200] + b"\0" * 9 + packed[209:], r"gz (line|cannot)"),
         "plain.jsonl.gz": (line, "cannot be read after line 0"),
@@ -129,6 +126,48 @@ def test_damaged_files_are_one_clear_error_naming_file_and_line(tmp_path):
         with pytest.raises(ValueError, match=message) as error:
             list(read_rows(SourceConfig(files=str(path))))
         assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_line_that_cannot_be_read_costs_its_own_row(tmp_path):
+    good = b'{"text": "good", "id": 7}\r\n'
+    lines = {
+        b"\xef\xbb\xbf" + good: None,  # a mark of the byte order is no part of the first row
+        b'{"text": "\xff"}\n': "not UTF-8: .*0xff",
+        b'{"text": "b\r\n': "not JSON",
+        b'{"text": ' + b"[" * 100_000 + b"\n": "not JSON: .*recursion",
+        b'{"tokens": [' + b"1" * 5000 + b"]}\n": "not JSON",
+        b" \r\n": "",  # no row
+        good: None,  # the same id again
+        b'{"text": "cut': "not JSON",
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(lines) + b"\n" + good * 4)
+    found, report = load(config(tmp_path, str(path)))
+    tally = found["rows"].tally
+    assert texts(found["rows"]) == ["good"] * 6
+    bad = [number for number, says in enumerate(lines.values(), start=1) if says]
+    assert tally.dropped == {"unreadable": len(bad)}
+    assert tally.first["unreadable"].startswith(f"{path} line {bad[0]}: not UTF-8")
+    assert f"6 of {6 + len(bad)} examples kept; {len(bad)} unreadable" in report[-1]
+    where = {row.where: row.fields for row in read_rows(SourceConfig(files=str(path)))}
+    assert f"{path} line 6" not in where
+    for number, says in enumerate(lines.values(), start=1):
+        if says:
+            assert re.match(says, where[f"{path} line {number}"].problem)
+
+
+def test_a_text_that_is_not_utf8_is_a_row_less_and_a_file_of_such_lines_an_error(tmp_path):
+    for name, content in (("a", b"good"), ("b", b"a\n\xff"), ("c", b"fine")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    found, _ = load(config(tmp_path, str(tmp_path / "*.txt")))
+    assert texts(found["rows"]) == ["good", "fine"]
+    detail = found["rows"].tally.first["unreadable"]
+    assert detail.startswith(f"{tmp_path / 'b.txt'} line 2: not UTF-8")
+    wide = tmp_path / "wide.jsonl"
+    wide.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
+    with pytest.raises(ConfigError, match="more than half cannot be used.*UTF-8") as error:
+        load(config(tmp_path, str(wide)))
+    assert "convert the file" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_hub_rows_come_through_the_datasets_library(monkeypatch):
@@ -203,9 +242,39 @@ def test_every_format_becomes_a_conversation_or_a_text():
     assert parse_row({"tokens": 17, "text": "t"}, "auto") == Text("t")  # a count
 
 
+def test_single_turns_of_other_files_have_the_names_that_these_give_them():
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    asked = Chat(turns, is_prompt=True)
+    for form in ("auto", "prompt"):
+        assert parse_row({"question": "q", "answer": "a"}, form) == asked
+        assert parse_row({"instruction": "q", "input": "", "output": "a"}, form) == asked
+    about = parse_row({"instruction": "Add.", "input": "1 2", "output": "a"}, "auto")
+    assert about == Chat([{"role": "user", "content": "Add.\n\n1 2"}, turns[1]], is_prompt=True)
+    both = {"prompt": "q", "response": "a", "question": "x", "answer": "y", "input": "not part"}
+    assert parse_row(both, "auto") == asked
+    assert parse_row({"text": "t", "question": "q", "answer": "a"}, "text") == Text("t")
+    assert parse_row({"messages": turns, "question": "x", "answer": "y"}, "auto") == Chat(turns)
+    with pytest.raises(Dropped, match="malformed: answer is NoneType, expected a string"):
+        parse_row({"question": "q", "response": "a"}, "auto")
+    with pytest.raises(Dropped, match="malformed: input is list"):
+        parse_row({"instruction": "q", "input": ["x"], "output": "a"}, "auto")
+    with pytest.raises(Dropped, match="nothing to train on"):
+        parse_row({"question": "q", "answer": " "}, "auto")
+
+
 ROWS = {
     "malformed": [
         {"question": "q"},
+        {"answer": "a"},
+        {"instruction": "q", "answer": "a"},
+        {"text": "half of \ud83d"},
+        {"messages": [{"role": "assistant", "content": "\udc00"}]},
+        {"prompt": "\ud83d", "response": "a"},
+        {"messages": [{"role": ["user"], "content": "x"}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "text", "text": "x"}]}]},
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        None,
+        3.5,
         {"text": 3},
         {"messages": "q"},
         {"messages": [{"role": "user"}]},
@@ -227,6 +296,7 @@ ROWS = {
         {"text": " "},
         {"messages": []},
         {"messages": [{"role": "user", "content": "q"}]},
+        {"messages": [{"role": "system", "content": "be kind"}]},
         {"prompt": "q", "response": ""},
         {"tokens": []},
         {"tokens": [1, 2], "prompt_tokens": 2},

@@ -36,7 +36,7 @@ def run_batch(engine: Engine, options: Options) -> bool:
     if done:
         note(f"{len(done)} of {len(rows)} rows are in {options.out} already")
     count = len(done)
-    with _output(options.out) as write, Interrupt() as interrupt:
+    with appending(options.out) as write, Interrupt() as interrupt:
         for line in _answers(engine, left, keys, interrupt):
             # A row that was cut off has no place in a file that a later run goes on with.
             if write is not None and line["finish_reason"] != "cancelled":
@@ -70,7 +70,7 @@ def _answers(
 
 
 @contextlib.contextmanager
-def _output(path: str | None):
+def appending(path: str | None):
     """Open the file for appending; gives a function that writes a line and flushes it."""
     if path is None:
         yield None

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterator
 
-from eagle3.cli.answers import Interrupt, decode_one
+from eagle3.cli.answers import Interrupt
 from eagle3.cli.arguments import Options
 from eagle3.cli.console import Console, note, print_json
+from eagle3.cli.conversation import Conversation
 from eagle3.cli.engine import Engine
-from eagle3.text import Tokenizer
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends; Ctrl-C ends an answer"
 
@@ -21,33 +21,25 @@ def run_chat(engine: Engine, options: Options) -> bool:
     template = engine.chat_template()
     session = engine.session(engine.drafter)
     console = None if options.json else Console(options.show_acceptance, options.color)
-    messages: list[dict[str, str]] = []
-    held: list[int] = []  # the conversation so far, in tokens
+    conversation = Conversation(engine, session, template)
     note(HELP)
     try:
         for line in _lines(is_shown=console is not None):
             if line == "/exit":
                 return True
             if line == "/reset":
-                messages, held = [], []
+                conversation = Conversation(engine, session, template)
                 note("the conversation starts anew")
                 continue
             if line.startswith("/"):
                 note(f"there is no command {line.split()[0]}: {HELP}")
                 continue
-            asked = [*messages, {"role": "user", "content": line}]
             try:
                 with Interrupt() as interrupt:
-                    ids = continued_ids(engine.tokenizer, held, template.render(asked))
-                    result = decode_one(
-                        session, engine.request(ids), engine.tokenizer,
-                        engine.config.stop_strings, interrupt, console,
-                    )  # fmt: skip
+                    result = conversation.ask(line, interrupt, console).result
             except ValueError as error:  # this message is refused, the conversation goes on
                 note(f"not answered: {error}; /reset starts anew")
                 continue
-            messages = [*asked, {"role": "assistant", "content": result.text}]
-            held = [*ids, *result.answer.tokens]
             if console is None:
                 print_json(result.to_json())
             else:
@@ -71,18 +63,3 @@ def _lines(is_shown: bool) -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-def continued_ids(tokenizer: Tokenizer, held: list[int], text: str) -> list[int]:
-    """Return the tokens of a conversation, which begin with those that caches hold if they can.
-
-    Text that a model made need not be split again as it was made. So where `held` reads as the
-    beginning of `text`, only the rest is encoded.
-    """
-    if held:
-        before = tokenizer.decode(held, special=True)
-        if text.startswith(before):
-            ids = [*held, *tokenizer.encode(text[len(before) :], special=False)]
-            if tokenizer.decode(ids, special=True) == text:
-                return ids
-    return tokenizer.encode(text, special=False)

@@ -26,6 +26,7 @@ from eagle3.training.data.rows import (
     REFUSED,
     STRADDLED,
     TOO_LONG,
+    UNREADABLE,
     Dropped,
     Tally,
     parse_row,
@@ -36,6 +37,7 @@ _VERSION = 1  # of the files and of how tokens are made: raise it when either ch
 _DTYPES = {"tokens": np.dtype("<i4"), "mask": np.dtype("?"), "offsets": np.dtype("<i8")}
 _BATCH = 1 << 20  # characters, or tokens that rows bring, taken together
 _ADVICE = {
+    UNREADABLE: "convert the file to UTF-8, with one JSON value a line if it is .jsonl",
     TOO_LONG: "raise data.length, or set data.truncate=true",
     MALFORMED: "set the format of the source, or mend its rows",
     NO_ANSWER: "only answers of the assistant are trained on: take data that has some",

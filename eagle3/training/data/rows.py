@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+UNREADABLE = "unreadable"
 MALFORMED = "malformed"
 REFUSED = "refused by the chat template"
 STRADDLED = "tokens across the border of an answer"
@@ -20,6 +21,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # ShareGPT has no standard; these are the speakers that its files have.
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 _SPEAKERS |= {"model": "assistant", "function_response": "tool", "observation": "tool"}
+# What single-turn files call a prompt and its answer: no standard, GSM8K's names, and Alpaca's.
+_PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"))
 _THINKING = "reasoning_content"  # what templates call thoughts that are not in the content
 
 
@@ -30,6 +33,12 @@ class Dropped(ValueError):
         """Keep the reason, one of the few above, and what it is in this row."""
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
+
+
+class Unreadable(NamedTuple):
+    """What a file has in place of a row: bytes that are no UTF-8, or no JSON."""
+
+    problem: str
 
 
 class Text(NamedTuple):
@@ -62,36 +71,62 @@ def parse_row(row: Any, form: str) -> Text | Chat | Tokens:
     Raises:
       Dropped: the row does not have this form.
     """
+    if isinstance(row, Unreadable):
+        raise Dropped(UNREADABLE, row.problem)
     if not isinstance(row, Mapping):
         raise Dropped(MALFORMED, f"the row is {type(row).__name__}, expected an object")
     if form == "auto":
-        known = [name for name in _PARSERS if name in row]
+        known = [name for name in _PARSERS if _is_of_form(row, name)]
         if not known:
             has = ", ".join(map(str, row)) or "nothing"
             raise Dropped(MALFORMED, f"has {has}; expected one of {', '.join(_PARSERS)}")
         form = known[0]
-    if form not in row:
+    if not _is_of_form(row, form):
         raise Dropped(MALFORMED, f"has no {form}")
     return _PARSERS[form](row)
 
 
+def _is_of_form(row: Mapping[str, Any], form: str) -> bool:
+    return form in row or (form == "prompt" and any(asked in row for asked, _ in _PAIRS))
+
+
 def _text(row: Mapping[str, Any]) -> Text:
-    text = row["text"]
-    if not isinstance(text, str):
-        raise Dropped(MALFORMED, f"text is {type(text).__name__}, expected a string")
+    text = checked_text(row["text"], "text")
     if not text.strip():
         raise Dropped(NO_ANSWER, "the text is empty")
     return Text(text)
 
 
+def checked_text(value: Any, name: str) -> str:
+    """Return a value that is text.
+
+    Raises:
+      Dropped: it is none, or has halves of characters, which JSON can write and UTF-8 cannot.
+    """
+    if not isinstance(value, str):
+        raise Dropped(MALFORMED, f"{name} is {type(value).__name__}, expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        detail = f"{name} is not valid UTF-8 at character {error.start}"
+        raise Dropped(MALFORMED, detail) from error
+    return value
+
+
 def _prompt(row: Mapping[str, Any]) -> Chat:
-    parts = [("system", row["system"])] if row.get("system") else []
-    parts += [("user", row["prompt"]), ("assistant", row.get("response"))]
-    for role, text in parts:
-        if not isinstance(text, str):
-            name = {"user": "prompt", "assistant": "response"}.get(role, role)
-            raise Dropped(MALFORMED, f"{name} is {type(text).__name__}, expected a string")
-    chat = _checked([{"role": role, "content": text} for role, text in parts])
+    asked, answered = next(pair for pair in _PAIRS if pair[0] in row)
+    parts = [("system", "system")] if row.get("system") else []
+    parts += [("user", asked), ("assistant", answered)]
+    if asked == "instruction" and row.get("input"):  # what Alpaca's instruction is about
+        parts.insert(-1, ("user", "input"))
+    messages: list[dict[str, str]] = []
+    for role, name in parts:
+        text = checked_text(row.get(name), name)
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += f"\n\n{text}"
+        else:
+            messages.append({"role": role, "content": text})
+    chat = _checked(messages)
     return chat._replace(is_prompt=True)
 
 
@@ -146,11 +181,9 @@ def _message(fields: dict[str, Any], role: str, content: str) -> dict[str, str]:
     message = {"role": fields.get(role), "content": fields.get(content)}
     if fields.get(_THINKING):
         message[_THINKING] = fields[_THINKING]
-    for name, value in message.items():
-        if not isinstance(value, str):
-            kind = type(value).__name__
-            raise Dropped(MALFORMED, f"the {name} of a message is {kind}, expected a string")
-    return message  # type: ignore[return-value]
+    return {
+        name: checked_text(value, f"the {name} of a message") for name, value in message.items()
+    }
 
 
 def _checked(messages: list[dict[str, str]]) -> Chat:

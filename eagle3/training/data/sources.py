@@ -1,7 +1,8 @@
 """Raw rows of every kind of source, and a fingerprint of what a source holds.
 
 The only file that knows `datasets` (and pyarrow, which comes with it), imported when a source needs
-them. JSON and text are read here, because an error then names the file and the line.
+them. JSON and text are read here, so that a line that cannot be read has a name and costs only its
+own row.
 """
 
 import glob
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from eagle3.config import ConfigError
 from eagle3.training.data import stdlib
 from eagle3.training.data.config import SourceConfig
+from eagle3.training.data.rows import Unreadable
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".txt", ".txt.gz")
 
@@ -27,7 +29,7 @@ class Row(NamedTuple):
     """A row as it was found."""
 
     where: str  # for messages: file and line, or dataset and number
-    fields: Any  # an object with fields, if the row is what it should be
+    fields: Any  # an object with fields, if the row is what it should be; or Unreadable
 
 
 def read_rows(source: SourceConfig) -> Iterator[Row]:
@@ -35,7 +37,7 @@ def read_rows(source: SourceConfig) -> Iterator[Row]:
 
     Raises:
       ConfigError: there is no such source, or a library that it needs is missing.
-      ValueError: a file is damaged; names the file and the line or row.
+      ValueError: a file breaks off or is of another kind; names the file and the line or row.
     """
     if source.kind == "stdlib":
         modules = stdlib.documents(source.split or "train")
@@ -90,25 +92,37 @@ def _file(path: Path) -> Iterator[Row]:
 
 def _jsonl(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_lines(path), start=1):
-        where = f"{path} line {number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if text.strip():
-                yield Row(where, json.loads(text))
-        except ValueError as error:  # of both, decoding and JSON
-            kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-            raise ValueError(f"{where} is not {kind}: {error}; mend or remove it") from error
+        text = _decoded(line, number == 1)
+        if isinstance(text, Unreadable):
+            yield Row(f"{path} line {number}", text)
+        elif text.strip():
+            yield Row(f"{path} line {number}", _parsed(text))
 
 
 def _document(path: Path) -> Iterator[Row]:
     """Yield a text file, which is one document."""
-    lines = []
+    parts = []
     for number, line in enumerate(_lines(path), start=1):
-        try:
-            lines.append(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} line {number} is not UTF-8: {error}; convert it") from error
-    yield Row(str(path), {"text": "".join(lines)})
+        text = _decoded(line, number == 1)
+        if isinstance(text, Unreadable):
+            yield Row(f"{path} line {number}", text)
+            return
+        parts.append(text)
+    yield Row(str(path), {"text": "".join(parts)})
+
+
+def _decoded(line: bytes, is_first: bool) -> str | Unreadable:
+    try:  # a file may begin with a mark of its byte order
+        return line.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError as error:
+        return Unreadable(f"not UTF-8: {error}")
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Unreadable(f"not JSON: {error}")
 
 
 def _lines(path: Path) -> Iterator[bytes]:
