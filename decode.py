@@ -15,23 +15,30 @@ from eagle3.cli.arguments import parse
 from eagle3.cli.batch import run_batch
 from eagle3.cli.chat import run_chat
 from eagle3.cli.compare import run_compare
+from eagle3.cli.dry_run import plan_decoding
 from eagle3.cli.engine import build
 from eagle3.cli.single import run_single
+from eagle3.dry_run import pretend_devices, tell
 from eagle3.machine import keep_compiled_programs
+from eagle3.sharding import on_mesh
 
 
 def run(argv: Sequence[str] | None) -> int:
     """Read the command line and do what it says; returns the exit status."""
     options, config = parse(argv)
+    if options.dry_run:
+        pretend_devices(config.mesh.size)
+        tell([plan_decoding(config)], options.device_memory)
+        return 0
     keep_compiled_programs()
-    engine = build(config)
     if options.compare:
         mode = run_compare
     elif options.prompts is not None:
         mode = run_batch
     else:
         mode = run_chat if options.chat else run_single
-    is_whole = mode(engine, options)
+    with on_mesh(config.mesh):
+        is_whole = mode(build(config), options)
     sys.stdout.flush()  # here an error is still told
     return 0 if is_whole else 130
 

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from eagle3.config import ConfigError, OneLineParser, read_stages
+from eagle3.dry_run import pretend_devices, tell
 from eagle3.training.config import TrainConfig
+from eagle3.training.dry_run import plan_stages
 from eagle3.training.trainer import train
 
 
@@ -25,6 +27,12 @@ def run(argv: Sequence[str]) -> None:
     if args.config is None:
         raise ConfigError("give a configuration: --config FILE")
     stages = read_stages(TrainConfig, args.config, args.overrides, args.only)
+    if args.device_memory is not None and not args.dry_run:
+        raise ConfigError("--device-memory is for --dry-run: add it, or leave both away")
+    if args.dry_run:
+        pretend_devices(max(config.mesh.size for config in stages.values()))
+        tell(plan_stages(stages), args.device_memory)
+        return
     places = [config.out for config in stages.values()]
     if len(set(places)) < len(places):
         raise ConfigError(

@@ -56,9 +56,9 @@ class Replay(Eagle3Drafter):
         super().__init__(draft, plan)
         self.known, self.accepted = nnx.Variable(known), min(accepted, plan.depth)
 
-    def propose(self, state, root):
+    def propose(self, state, root, foresight=None):
         """Overwrite the path to the first of the deepest nodes."""
-        tokens, parents = super().propose(state, root)
+        tokens, parents = super().propose(state, root, foresight)
         tree = tree_from_parents(parents)
         leaf = jnp.argmax(tree.depth, axis=1)
         on_path = jnp.take_along_axis(tree.ancestors, leaf[:, None, None], axis=1)[:, 0]

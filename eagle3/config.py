@@ -157,6 +157,42 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """Devices as a grid, data * fsdp * tensor of them; see `gdn.sharding`."""
+
+    data: int = 1  # groups of devices that split the rows of a batch, and nothing else
+    fsdp: int = 1  # the same, and weights and what the optimiser knows of them are split as well
+    tensor: int = 1  # heads, MLP widths, experts and vocabularies are split
+
+    def __post_init__(self) -> None:
+        """Reject what is no grid.
+
+        Raises:
+          ConfigError: naming the field and what it may be.
+        """
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"mesh.{name} is {value}, it must be at least 1")
+
+    @property
+    def size(self) -> int:
+        """Return the number of devices."""
+        return self.data * self.fsdp * self.tensor
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """Refuse a batch that cannot be split evenly.
+
+        Raises:
+          ConfigError: naming the setting, its value and what it may be.
+        """
+        shards = self.data * self.fsdp
+        if rows % shards:
+            raise ConfigError(
+                f"{name} is {rows}, it must be a multiple of mesh.data * mesh.fsdp = {shards}"
+            )
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """Continue prompts, or chat, with a target and perhaps a draft."""
 
@@ -170,6 +206,9 @@ class DecodeConfig:
     ignore_eos: bool = False  # go on after an end-of-text token
     dtype: str = "float32"  # of the weights: float32, bfloat16 or int8 (one scale an output)
     native: Any = "auto"  # kernels compiled for this CPU, if it can be done: auto or off
+    # Refuse to decode where speculation is the same as plain decoding only up to rounding.
+    deterministic: bool = False
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # devices to decode on
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)
     recalibrate: bool = False  # of tree.kind auto: measure what rounds cost here once more
@@ -194,6 +233,14 @@ class DecodeConfig:
             raise ConfigError(
                 f"method is {self.method!r}, it must be eagle3, autoregressive or null"
             )
+        self.mesh.check_rows("batch_size", self.batch_size)
+        if self.mesh.size > 1:
+            if self.dtype == "int8":
+                raise ConfigError("dtype int8 is for one device: take bfloat16, or leave mesh away")
+            if self.tree.kind == "auto" and self.draft is not None:
+                raise ConfigError(
+                    "tree.kind auto measures one device: take dynamic, or leave mesh away"
+                )
         if self.method == "eagle3" and self.draft is None:
             raise ConfigError("method is eagle3, which needs a draft: give draft=DIR")
         if not all(isinstance(text, str) and text for text in self.stop_strings):
@@ -211,6 +258,12 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, **options)
         self.add_argument("--config", metavar="FILE", help="YAML: what differs from the defaults")
+        self.add_argument(
+            "--dry-run", action="store_true", help="say what it would take, without weights"
+        )
+        self.add_argument(
+            "--device-memory", metavar="SIZE", help="of a dry run: does it fit, such as 80GiB"
+        )
         self.add_argument(
             "overrides", nargs="*", metavar="key=value", help="such as generated.seed=3"
         )

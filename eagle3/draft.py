@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from eagle3.draft_config import DraftConfig
 from gdn import HybridLM
-from gdn.layers import MLP, RMSNorm, apply_rope, embed, linear, normal_init
+from gdn.layers import MLP, RMSNorm, Weight, apply_rope, embed, linear, normal_init
+from gdn.sharding import ROWS, constrain
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v -> values
 
@@ -90,7 +91,7 @@ class Eagle3Draft(nnx.Module):
         joined = aux_hidden.reshape(*aux_hidden.shape[:2], -1)
         if self.cfg.norm_before_fc:
             joined = self.input_norm(joined)
-        g = linear(joined, self.fc[...])
+        g = constrain(linear(joined, self.fc[...]), ROWS, None, None)
         return g + self.fc_bias[...] if self.cfg.fc_bias else g
 
     def layer(
@@ -128,7 +129,8 @@ class Eagle3Draft(nnx.Module):
             out = out.astype(hidden.dtype).reshape(*tokens.shape, -1)
             y = normed if cfg.norm_before_residual else hidden
             y = y + linear(out, self.o_proj[...])
-            return y + self.mlp(self.post_attention_layernorm(y))
+            y = y + self.mlp(self.post_attention_layernorm(y))
+            return constrain(y, ROWS, None, None)
 
     def feedback(self, z: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
         """Return what takes the place of the features in the next draft step."""
@@ -136,7 +138,15 @@ class Eagle3Draft(nnx.Module):
 
     def logits(self, z: Float[Array, "*batch H"]) -> Float[Array, "*batch Vd"]:
         """Score the draft vocabulary; float32."""
-        return linear(self.norm(z), self.lm_head[...], jnp.float32)
+        return draft_logits((self.norm, self.lm_head[...]), z)
+
+
+def draft_logits(
+    head: tuple[RMSNorm, Weight], z: Float[Array, "*batch H"]
+) -> Float[Array, "*batch Vd"]:
+    """Score the draft vocabulary with a draft's last norm and its head; float32."""
+    norm, weight = head
+    return linear(norm(z), weight, jnp.float32)
 
 
 def draft_for(

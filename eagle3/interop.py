@@ -90,6 +90,19 @@ def load_draft(directory: str | Path, target: HybridLM, dtype=None) -> Eagle3Dra
     return _fill(abstract, arrays, target_ids, target, dtype)
 
 
+def draft_shape(directory: str | Path, target: TargetConfig) -> DraftConfig:
+    """Read what a draft is from its config.json alone; sizes left to its weights are the target's.
+
+    Raises:
+      ValueError: one list of everything that cannot be used.
+    """
+    values, problems = read_fields(read_json(Path(directory) / CONFIG))
+    _settle(values, {}, target)
+    cfg = _build(values, problems, str(directory))
+    raise_problems(str(directory), problems + cfg.problems_with(target))
+    return cfg
+
+
 class _Tensor:
     """A tensor in an open file: its header at once, its data when asked for."""
 

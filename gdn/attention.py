@@ -13,7 +13,9 @@ from gdn.cache import KVCache, KVUpdate, write_rows
 from gdn.config import TargetConfig
 from gdn.context import Context, PackedContext, TreeContext
 from gdn.layers import RMSNorm, apply_rope, linear, normal_init
+from gdn.ops import native
 from gdn.ops.attention import attention, masked_attention, merge_attention
+from gdn.ops.packed import PackedWeight
 
 
 class Attention(nnx.Module):
@@ -49,10 +51,7 @@ class Attention(nnx.Module):
             result = None
         elif isinstance(context, TreeContext):
             assert entry is not None
-            last = jnp.broadcast_to(context.start[:, None] - 1, x.shape[:2])
-            committed = attention(q, entry.k, entry.v, last)
-            candidates = masked_attention(q, k, v, context.tree.ancestors)
-            out, result = merge_attention(committed, candidates), KVUpdate(k, v)
+            out, result = self._attend_tree(q, k, v, context, entry), KVUpdate(k, v)
         else:
             assert entry is not None
             start, count = context.start, context.lengths
@@ -64,6 +63,17 @@ class Attention(nnx.Module):
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         return linear(out, self.o_proj[...]), result
+
+    def _attend_tree(self, q, k, v, context: TreeContext, entry: KVCache):
+        """Attend from the nodes to what is committed and to their ancestors."""
+        ancestors = context.tree.ancestors
+        # A model that was packed for the kernels uses them throughout.
+        is_packed = isinstance(self.o_proj[...], PackedWeight)
+        if is_packed and native.has_heads_of(self.cfg.head_dim):
+            return native.tree_attention(q, entry.k, entry.v, context.start, k, v, ancestors)
+        last = jnp.broadcast_to(context.start[:, None] - 1, q.shape[:2])
+        committed = attention(q, entry.k, entry.v, last)
+        return merge_attention(committed, masked_attention(q, k, v, ancestors))
 
     def _project(self, x, context):
         cfg = self.cfg

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn.config import TargetConfig
+from gdn.ops import native
 from gdn.ops.conv import advance_window
 from gdn.ops.tree import commit_state
+from gdn.sharding import ROWS, TENSOR, on_each_device
 
 
 class KVCache(NamedTuple):
@@ -55,7 +57,16 @@ class RecurrentUpdate(NamedTuple):
     conv: Float[Array, "B M E"]
 
 
-Updates = tuple[KVUpdate | RecurrentUpdate, ...]
+class SequentialUpdate(NamedTuple):
+    """The same from the native kernels, which take nodes into a state one by one."""
+
+    k: Float[Array, "B M HK DK"]
+    u: Float[Array, "B M HV DV"]
+    g: Float[Array, "B M HV"]
+    conv: Float[Array, "B M E"]
+
+
+Updates = tuple[KVUpdate | RecurrentUpdate | SequentialUpdate, ...]
 
 
 def init_cache(cfg: TargetConfig, batch: int, capacity: int, dtype=jnp.float32) -> Cache:
@@ -128,6 +139,12 @@ def write_rows(
 
     One slice a batch row, read, blended and written back: unlike a scatter this stays in place.
     """
+    kv = (ROWS, TENSOR, None, None)
+    axes = (kv, kv, (ROWS,), (ROWS,))
+    return on_each_device(_write_rows, axes, kv, buffer.shape[0], buffer, rows, start, count)
+
+
+def _write_rows(buffer, rows, start, count):
     size = min(rows.shape[2], buffer.shape[2])
 
     def write(b, buffer):
@@ -159,7 +176,8 @@ def _commit_kv(entry: KVCache, update: KVUpdate, path, lengths, count) -> KVCach
 
 
 def _commit_recurrent(
-    entry: RecurrentState, update: RecurrentUpdate, path, count
+    entry: RecurrentState, update: RecurrentUpdate | SequentialUpdate, path, count
 ) -> RecurrentState:
-    state = commit_state(entry.state, update.k, update.u, update.g, path)
+    add = native.commit_state if isinstance(update, SequentialUpdate) else commit_state
+    state = add(entry.state, update.k, update.u, update.g, path)
     return RecurrentState(state, advance_window(entry.conv, _take_nodes(update.conv, path), count))

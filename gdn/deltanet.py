@@ -9,13 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from gdn.cache import RecurrentState, RecurrentUpdate, empty_state
+from gdn.cache import RecurrentState, RecurrentUpdate, SequentialUpdate, empty_state
 from gdn.config import TargetConfig
 from gdn.context import Context, PackedContext, TreeContext
 from gdn.layers import linear, normal_init, rms_norm
+from gdn.ops import native
 from gdn.ops.conv import advance_window, short_conv, short_conv_tree
 from gdn.ops.delta_rule import gated_delta_rule
+from gdn.ops.packed import PackedWeight
 from gdn.ops.tree import tree_delta_rule
+from gdn.sharding import ROWS, TENSOR, constrain
 
 
 class GatedDeltaNet(nnx.Module):
@@ -46,11 +49,15 @@ class GatedDeltaNet(nnx.Module):
         x: Float[Array, "B T D"],
         context: Context,
         entry: RecurrentState | None,
-    ) -> tuple[Float[Array, "B T D"], RecurrentState | RecurrentUpdate | None]:
+    ) -> tuple[Float[Array, "B T D"], RecurrentState | RecurrentUpdate | SequentialUpdate | None]:
         """Mix over time; returns the new cache entry, or the candidates' update for a tree."""
         inputs, weight = linear(x, self.in_proj_qkv[...]), self.conv1d[...]
         if isinstance(context, TreeContext):
             assert entry is not None
+            # A model that was packed for the kernels uses them throughout.
+            is_packed = isinstance(self.out_proj[...], PackedWeight)
+            if is_packed and native.has_heads_of(*entry.state.shape[2:]):
+                return self._native_tree(x, inputs, context, entry)
             mixed = short_conv_tree(inputs, weight, entry.conv, context.tree)
             q, k, v, g, beta = self._rule_inputs(x, mixed)
             out, u = tree_delta_rule(q, k, v, g, beta, entry.state, context.tree)
@@ -72,6 +79,23 @@ class GatedDeltaNet(nnx.Module):
         window = advance_window(entry.conv, inputs, context.lengths)
         return self._output(x, out), RecurrentState(state, window)
 
+    def _native_tree(self, x, inputs, context: TreeContext, entry: RecurrentState):
+        """Do in one call what follows the projection, but for the other projections."""
+        weights = native.DeltaNetWeights(
+            self.conv1d[...], self.A_log[...], self.dt_bias[...], self.norm[...]
+        )
+        a, b, z = (
+            linear(x, weight[...], jnp.float32)
+            for weight in (self.in_proj_a, self.in_proj_b, self.in_proj_z)
+        )
+        z = z.reshape(*x.shape[:2], *entry.state.shape[1::2])
+        out, k, u, g = native.tree_delta_net(
+            inputs, entry.conv, a, b, z, entry.state, context.tree.ancestors, weights,
+            self.cfg.linear_num_key_heads, self.cfg.rms_norm_eps,
+        )  # fmt: skip
+        out = linear(out.astype(x.dtype).reshape(*x.shape[:2], -1), self.out_proj[...])
+        return out, SequentialUpdate(k, u, g, inputs)
+
     def _rule_inputs(self, x, mixed):
         """Split the convolved channels into heads, normalise q and k, and compute the gates."""
         cfg = self.cfg
@@ -79,6 +103,8 @@ class GatedDeltaNet(nnx.Module):
         q, k, v = jnp.split(jax.nn.silu(mixed), (keys, 2 * keys), axis=-1)
         q, k = (y.reshape(*x.shape[:2], -1, cfg.linear_key_head_dim) for y in (q, k))
         v = v.reshape(*x.shape[:2], -1, cfg.linear_value_head_dim)
+        # The projections' rows are split evenly, whatever they are of; from here on, by heads.
+        q, k, v = (constrain(y, ROWS, None, TENSOR, None) for y in (q, k, v))
         beta = jax.nn.sigmoid(linear(x, self.in_proj_b[...], jnp.float32))
         step = jax.nn.softplus(linear(x, self.in_proj_a[...], jnp.float32) + self.dt_bias[...])
         g = -jnp.exp(self.A_log[...]) * step

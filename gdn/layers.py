@@ -11,9 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gdn.ops import native
-from gdn.ops.packed import PackedWeight
+from gdn.ops.packed import NativeNorm, PackedWeight
 from gdn.ops.quantized import QuantizedWeight, quantized_matmul
 from gdn.ops.skinny import SKINNY_ROWS
+from gdn.sharding import TENSOR, constrain
 
 Weight = Float[Array, "O I"] | PackedWeight | QuantizedWeight
 
@@ -89,7 +90,10 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.full(dim, 0.0 if unit_offset else 1.0, dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return rms_norm(x, self.weight[...], self.eps, self.unit_offset)
+        weight = self.weight[...]
+        if isinstance(weight, NativeNorm):
+            return native.rms_norm(x, weight.data, self.eps, float(self.unit_offset))
+        return rms_norm(x, weight, self.eps, self.unit_offset)
 
 
 def rope_angles(
@@ -123,6 +127,7 @@ def embed(
     """
     if not isinstance(table, jax.Array):
         return table.rows(tokens)
+    table = constrain(table, TENSOR, None)  # whole rows: parts of them would take more traffic
     if differentiable or table.dtype != jnp.bfloat16:
         return table[tokens]
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)[tokens]

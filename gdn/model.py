@@ -21,6 +21,7 @@ from gdn.deltanet import GatedDeltaNet
 from gdn.layers import MLP, RMSNorm, embed, linear, normal_init
 from gdn.moe import MoE
 from gdn.ops.tree import Tree
+from gdn.sharding import ROWS, constrain
 
 
 class ForwardOutput(NamedTuple):
@@ -179,6 +180,7 @@ class HybridLM(nnx.Module):
     def _run(self, x, context, entries, aux_layers: tuple[int, ...]):
         """Run all layers; returns normed hidden states, the taps, and what each layer returned."""
         depth = self.cfg.num_hidden_layers
+        x = constrain(x, ROWS, None, None)
         if not all(0 <= k <= depth for k in aux_layers):
             raise ValueError(f"aux_layers must be ids in 0..{depth}, got {aux_layers}")
         taps, results = {0: x}, []
@@ -186,6 +188,7 @@ class HybridLM(nnx.Module):
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 x, result = layer(x, context, entries[index] if entries is not None else None)
+            x = constrain(x, ROWS, None, None)
             taps[index + 1] = x
             results.append(result)
         shape = (*x.shape[:2], 0, x.shape[2])

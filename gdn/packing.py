@@ -13,15 +13,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gdn.ops.packed import PackedWeight, pack
+from gdn.config import TargetConfig
+from gdn.ops import native
+from gdn.ops.packed import NativeNorm, PackedWeight, pack
 from gdn.ops.quantized import QuantizedWeight, quantize
 
-Parameter = jax.Array | PackedWeight | QuantizedWeight
+Parameter = jax.Array | PackedWeight | NativeNorm | QuantizedWeight
 
 DTYPES = ("float32", "bfloat16", "int8")
 _MATRIX = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|shared_expert_gate)$")
 # Small, and what they decide (how much is forgotten) multiplies up over the whole text.
 _GATE = re.compile(r".*\b(in_proj_b|in_proj_a|shared_expert_gate)$")
+_NORM = re.compile(r"(.*\.)?(\w*norm|\w+_layernorm)\.weight$")  # of an `RMSNorm`
 _TABLES = ("embed_tokens", "lm_head")
 
 
@@ -29,8 +32,8 @@ _TABLES = ("embed_tokens", "lm_head")
 class Packer:
     """How to keep matrices: for the native kernels or for XLA, and in which precision.
 
-    Convolutions, norms, routers, experts and biases stay as they are. Gates are bfloat16 where
-    other matrices are int8.
+    Convolutions, routers, experts, biases and the values of norms stay as they are. Gates are
+    bfloat16 where other matrices are int8.
     """
 
     dtype: str  # one of DTYPES
@@ -41,8 +44,30 @@ class Packer:
         """Return the dtype that weights are to have when they come here."""
         return jnp.dtype(jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32)
 
+    def bitwise_problem(self, cfg: TargetConfig) -> str | None:
+        """Say why verifying a tree of such a target may not give the bits of plain decoding.
+
+        Returns:
+          None where it does: products, norms, attention and the delta rule are then the native
+          ones, which round a token's numbers alike whatever tokens and rows are beside it.
+        """
+        sizes = {
+            "full_attention": (cfg.head_dim,),
+            "linear_attention": (cfg.linear_key_head_dim, cfg.linear_value_head_dim),
+        }
+        used = [size for kind in set(cfg.layer_types) for size in sizes[kind]]
+        if not self.native:
+            return "the native kernels are off, or cannot be used here"
+        if any(cfg.moe_layers):
+            return "experts are not multiplied by the native kernels"
+        if not native.has_heads_of(*used):
+            return f"heads of {sorted(used)} numbers are not all of a multiple of 16"
+        return None
+
     def __call__(self, path: str, value: jax.Array) -> Parameter:
         """Convert a parameter as it is loaded; tables wait for `finish`, a draft may want them."""
+        if self.native and _NORM.match(path):
+            return NativeNorm(value.astype(jnp.float32))
         return self._matrix(path, value) if _MATRIX.match(path) and value.ndim == 2 else value
 
     def finish(self, models: Sequence[nnx.Module]) -> None:

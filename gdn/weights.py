@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from gdn.config import TargetConfig
 from gdn.model import HybridLM
+from gdn.sharding import load
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +263,7 @@ def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict, convert) ->
             leaf = leaves[path]
             if where == ():
                 part = tensor if rows is None else tensor[rows]
-                values[path] = convert(path, jnp.asarray(part.reshape(leaf.shape), leaf.dtype))
+                values[path] = convert(path, load(path, part.reshape(leaf.shape), leaf.dtype))
                 continue
             buffer, done = gathering.pop(path, (None, 0))
             if buffer is None:
@@ -271,7 +272,7 @@ def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict, convert) ->
             if done + tensor.size < buffer.size:
                 gathering[path] = (buffer, done + tensor.size)
             else:
-                values[path] = convert(path, jnp.asarray(buffer))
+                values[path] = convert(path, load(path, buffer, leaf.dtype))
     return values
 
 

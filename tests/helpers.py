@@ -438,7 +438,7 @@ class Oracle(nnx.Module):
     def absorb(self, state, aux_hidden, tokens, count):
         return state + count
 
-    def propose(self, state, root):
+    def propose(self, state, root, foresight=None):
         places = state[:, None] + 1 + jnp.arange(self.depth)
         places = jnp.minimum(places, self.tokens.shape[1] - 1)
         right, known = (

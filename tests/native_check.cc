@@ -2,9 +2,13 @@
 // that the sanitizers see every byte too many. Prints what is wrong; exit status 1 if anything is.
 
 #include <cstdio>
+#include <memory>
 #include <random>
 
-#include "kernels.h"
+#include "attention.h"
+#include "delta_net.h"
+#include "norm.h"
+#include "products.h"
 
 using namespace gdn;
 
@@ -95,6 +99,175 @@ void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937
   }
 }
 
+std::vector<float> normal(int64_t count, std::mt19937& random) {
+  std::vector<float> values(count);
+  for (auto& value : values) value = std::normal_distribution<float>()(random);
+  return values;
+}
+
+std::unique_ptr<bool[]> random_tree(int64_t nodes, std::mt19937& random) {
+  std::unique_ptr<bool[]> ancestors(new bool[nodes * nodes]());
+  for (int64_t t = 0; t < nodes; ++t) {
+    const int64_t parent = t > 0 ? int64_t(random() % t) : -1;
+    for (int64_t j = 0; j < t; ++j)
+      ancestors[t * nodes + j] = parent >= 0 && ancestors[parent * nodes + j];
+    ancestors[t * nodes + t] = true;
+  }
+  return ancestors;
+}
+
+// A tree of nodes over S committed keys, against one softmax in float64; and each node alone, with
+// its ancestors among the committed keys, which must give the same bits.
+void check_attention(int64_t size, int64_t start, int64_t nodes, std::mt19937& random) {
+  const int64_t group = 3, key_heads = 2, heads = group * key_heads, capacity = start + nodes;
+  const auto q = normal(nodes * heads * size, random);
+  const auto own_k = normal(key_heads * nodes * size, random),
+             own_v = normal(key_heads * nodes * size, random);
+  auto k = normal(key_heads * capacity * size, random),
+       v = normal(key_heads * capacity * size, random);
+  std::vector<float> out(nodes * heads * size, NAN), alone(heads * size, NAN);
+  const auto ancestors = random_tree(nodes, random);
+  const auto run = [](const TreeAttention& call) {
+    for (int64_t head = 0; head < call.key_heads; ++head) {
+      std::vector<Partial> parts;
+      for (int64_t c = 0; c < call.chunks(); ++c) parts.push_back(attend(call, 0, head, c));
+      join(call, 0, head, parts.data(), call.chunks());
+    }
+  };
+  const int32_t committed = int32_t(start);
+  run({q.data(), k.data(), v.data(), &committed, own_k.data(), own_v.data(), ancestors.get(),
+       out.data(), 1, nodes, heads, key_heads, capacity, size});
+  double worst = 0;
+  bool is_independent = true;
+  for (int64_t t = 0; t < nodes; ++t) {
+    std::vector<int64_t> path;
+    for (int64_t j = 0; j <= t; ++j)
+      if (ancestors[t * nodes + j]) path.push_back(j);
+    const int64_t before = start + int64_t(path.size()) - 1;
+    auto longer_k = k, longer_v = v;
+    std::vector<float> last_k, last_v;
+    for (int64_t head = 0; head < key_heads; ++head) {
+      for (size_t i = 0; i < path.size(); ++i)
+        for (int64_t h = 0; h < size; ++h) {
+          const int64_t from = (head * nodes + path[i]) * size + h;
+          const int64_t to = (head * capacity + start + int64_t(i)) * size + h;
+          longer_k[to] = own_k[from];
+          longer_v[to] = own_v[from];
+        }
+      const auto from = own_k.begin() + (head * nodes + t) * size;
+      last_k.insert(last_k.end(), from, from + size);
+      const auto value = own_v.begin() + (head * nodes + t) * size;
+      last_v.insert(last_v.end(), value, value + size);
+    }
+    for (int64_t n = 0; n < heads; ++n) {
+      const float* query = &q[(t * heads + n) * size];
+      const int64_t first = n / group * capacity;
+      std::vector<double> scores(before + 1), wanted(size, 0);
+      double top = -1e300, sum = 0;
+      for (int64_t j = 0; j <= before; ++j) {
+        for (int64_t h = 0; h < size; ++h)
+          scores[j] += double(query[h]) * longer_k[(first + j) * size + h] / std::sqrt(double(size));
+        top = std::max(top, scores[j]);
+      }
+      for (int64_t j = 0; j <= before; ++j) {
+        const double weight = std::exp(scores[j] - top);
+        sum += weight;
+        for (int64_t h = 0; h < size; ++h) wanted[h] += weight * longer_v[(first + j) * size + h];
+      }
+      for (int64_t h = 0; h < size; ++h)
+        worst = std::max(worst, std::fabs(wanted[h] / sum - out[(t * heads + n) * size + h]));
+    }
+    const int32_t longer = int32_t(before);
+    const bool self = true;
+    run({&q[t * heads * size], longer_k.data(), longer_v.data(), &longer, last_k.data(),
+         last_v.data(), &self, alone.data(), 1, 1, heads, key_heads, capacity, size});
+    is_independent &=
+        !std::memcmp(alone.data(), &out[t * heads * size], heads * size * sizeof(float));
+  }
+  if (!(worst <= 2e-6) || !is_independent) {
+    ++failures;
+    std::printf("attention size=%ld start=%ld nodes=%ld: error %.2g%s\n", long(size), long(start),
+                long(nodes), worst, is_independent ? "" : ", nodes depend on each other");
+  }
+}
+
+// A layer over a tree: each path against the recurrence in float64, and against the same nodes
+// one at a time with each committed before the next, which must give the same bits.
+void check_delta_net(int64_t key_size, int64_t size, int64_t nodes, std::mt19937& random) {
+  const int64_t key_heads = 2, heads = 4, width = 4;
+  const int64_t channels = 2 * key_heads * key_size + heads * size;
+  const auto inputs = normal(nodes * channels, random), window = normal(3 * channels, random);
+  const auto taps = normal(channels * width, random), z = normal(nodes * heads * size, random);
+  const auto a = normal(nodes * heads, random), b = normal(nodes * heads, random);
+  const auto a_log = normal(heads, random), dt = normal(heads, random), norm = normal(size, random);
+  const auto state = normal(heads * key_size * size, random);
+  const auto ancestors = random_tree(nodes, random);
+  const bool self = true;
+  std::vector<float> out(nodes * heads * size), k(nodes * key_heads * key_size);
+  std::vector<float> u(nodes * heads * size), g(nodes * heads);
+  TreeDeltaNet call{inputs.data(), window.data(), taps.data(), a.data(), b.data(), a_log.data(),
+                    dt.data(), z.data(), norm.data(), state.data(), ancestors.get(), out.data(),
+                    k.data(), u.data(), g.data(), 1, nodes, key_heads, heads, key_size, size, width,
+                    1e-6f};
+  for (int64_t head = 0; head < key_heads; ++head) mix_key_head(call, 0, head);
+
+  const Paths paths = paths_of(ancestors.get(), nodes);
+  double worst = 0;
+  bool is_same = true;
+  for (int64_t i = 0; i < nodes; ++i) {
+    auto now = state, before = window;
+    std::vector<float> one_out(heads * size), one_k(key_heads * key_size), one_u(heads * size);
+    std::vector<float> one_g(heads);
+    for (const int64_t j : paths[i]) {
+      const TreeDeltaNet one{&inputs[j * channels], before.data(), taps.data(), &a[j * heads],
+                             &b[j * heads], a_log.data(), dt.data(), &z[j * heads * size],
+                             norm.data(), now.data(), &self, one_out.data(), one_k.data(),
+                             one_u.data(), one_g.data(), 1, 1, key_heads, heads, key_size, size,
+                             width, 1e-6f};
+      for (int64_t head = 0; head < key_heads; ++head) mix_key_head(one, 0, head);
+      const int32_t path[2] = {0, -1};
+      for (int64_t head = 0; head < heads; ++head)
+        commit({one_k.data(), one_u.data(), one_g.data(), path, now.data(), 1, 1, 2, key_heads,
+                heads, key_size, size}, 0, head);
+      before.erase(before.begin(), before.begin() + channels);
+      before.insert(before.end(), &inputs[j * channels], &inputs[j * channels] + channels);
+    }
+    is_same &= !std::memcmp(one_out.data(), &out[i * heads * size], heads * size * sizeof(float));
+    // The state after the path, against the recurrence over what the nodes write.
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t d = 0; d < key_size; ++d)
+        for (int64_t c = 0; c < size; ++c) {
+          double wanted = state[(h * key_size + d) * size + c];
+          for (const int64_t j : paths[i])
+            wanted = wanted * std::exp(double(g[j * heads + h])) +
+                     double(k[(j * key_heads + h / 2) * key_size + d]) *
+                         u[(j * heads + h) * size + c];
+          worst = std::max(worst, std::fabs(wanted - now[(h * key_size + d) * size + c]));
+        }
+  }
+  if (!(worst <= 1e-5) || !is_same) {
+    ++failures;
+    std::printf("DeltaNet key_size=%ld size=%ld nodes=%ld: error %.2g%s\n", long(key_size),
+                long(size), long(nodes), worst, is_same ? "" : ", not as one by one");
+  }
+}
+
+void check_norm(int64_t size, std::mt19937& random) {
+  const auto x = normal(size, random), weight = normal(size, random);
+  std::vector<float> out(size, NAN);
+  rms_norm(x.data(), weight.data(), size, 1e-6f, 1.0f, out.data());
+  double squares = 0, worst = 0;
+  for (const float value : x) squares += double(value) * value;
+  for (int64_t i = 0; i < size; ++i) {
+    const double wanted = x[i] / std::sqrt(squares / size + 1e-6) * (weight[i] + 1.0);
+    worst = std::max(worst, std::fabs(wanted - out[i]));
+  }
+  if (!(worst <= 3e-6)) {
+    ++failures;
+    std::printf("norm size=%ld: error %.2g\n", long(size), worst);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -106,6 +279,14 @@ int main() {
         check<BFloat16>("bfloat16", rows, out, in, random);
         check<Int8>("int8", rows, out, in, random);
       }
+  for (int64_t size : {16, 80})
+    for (int64_t start : {0, 31, 33, 1021, 2050})
+      for (int64_t nodes : {1, 9}) check_attention(size, start, nodes, random);
+  for (int64_t nodes : {1, 2, 9}) {
+    check_delta_net(16, 16, nodes, random);
+    check_delta_net(48, 144, nodes, random);
+  }
+  for (int64_t size : {1, 7, 16, 33, 576}) check_norm(size, random);
   std::printf("%d lanes, offset %d: %d failures\n", kLanes, Int8::kOffset, failures);
   return failures > 0;
 }

@@ -84,7 +84,7 @@ def implemented(logits, params, monkeypatch):
     scripts = np.array(list(itertools.product(range(VOCAB), repeat=DEPTH + 1)), np.int32)
     shares = []
 
-    def scripted(weights, uniform):
+    def scripted(weights, noise):
         weights = np.asarray(weights, np.float64)
         step = len(shares)
         p = weights / weights.sum(axis=1, keepdims=True)
@@ -94,7 +94,7 @@ def implemented(logits, params, monkeypatch):
     rows = batch_sampling([params], [PROMPT], VOCAB)
     same = jax.tree.map(lambda x: jnp.repeat(x, len(scripts), axis=0), rows)
     monkeypatch.setattr("test_accept.batch_sampling", lambda *_: same)
-    monkeypatch.setattr(sampling, "invert_cdf", scripted)
+    monkeypatch.setattr(sampling, "draw", scripted)
     monkeypatch.setattr(jax.lax, "while_loop", python_loop)  # so that the shares are numbers
     out = accept_rows(logits, [params] * len(scripts), run=accept)
     outcomes = {}

@@ -11,12 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import relative_error
 
-from gdn.layers import embed, linear
+from gdn.deltanet import l2_normalize
+from gdn.layers import embed, linear, rms_norm
 from gdn.ops import native
+from gdn.ops.attention import attention, masked_attention, merge_attention
+from gdn.ops.conv import short_conv_tree
 from gdn.ops.native import compiler
 from gdn.ops.packed import pack
 from gdn.ops.quantized import quantize, quantized_matmul
+from gdn.ops.tree import commit_state, tree_delta_rule, tree_from_parents
 from gdn.packing import DTYPES
 
 SIZES = ((1, 1), (16, 4), (17, 5), (100, 33), (333, 129))
@@ -69,6 +74,77 @@ def test_numbers_that_are_none_stay_in_their_row(dtype):
     y = np.asarray(native.matmul(x, pack(matrix(0, 20, 33), dtype)))
     assert np.isfinite(y[[0, 1, 3, 5]]).all()
     assert not np.isfinite(y[[2, 4]]).any()
+
+
+def random_tree(seed, batch, nodes):
+    """Return parents [B, M]."""
+    rng = np.random.default_rng(seed)
+    rows = [[-1, *(int(rng.integers(0, i)) for i in range(1, nodes))] for _ in range(batch)]
+    return jnp.asarray(rows, jnp.int32)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "nodes, key_heads, capacity, size, starts",
+    [(1, 2, 64, 16, [5, 0]), (7, 3, 128, 64, [0, 31, 100]), (5, 1, 1100, 32, [1022, 1095])],
+)
+def test_attention_of_a_tree_is_that_of_the_cache_and_the_ancestors(
+    nodes, key_heads, capacity, size, starts
+):
+    batch, heads = len(starts), 3 * key_heads
+    q = matrix(0, batch, nodes, heads, size)
+    k, v = (matrix(i, batch, key_heads, capacity, size) for i in (1, 2))
+    own_k, own_v = (matrix(i, batch, key_heads, nodes, size) for i in (3, 4))
+    start, ancestors = jnp.array(starts), tree_from_parents(random_tree(5, batch, nodes)).ancestors
+    found = native.tree_attention(q, k, v, start, own_k, own_v, ancestors)
+    last = jnp.broadcast_to(start[:, None] - 1, (batch, nodes))
+    wanted = merge_attention(attention(q, k, v, last), masked_attention(q, own_k, own_v, ancestors))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("nodes, heads, key_size, size", [(1, 1, 16, 16), (6, 4, 32, 48)])
+def test_a_native_delta_net_is_the_closed_form_between_convolution_and_norm(
+    nodes, heads, key_size, size
+):
+    batch, key_heads, width = 2, max(1, heads // 2), 4
+    channels = 2 * key_heads * key_size + heads * size
+    inputs, window = matrix(0, batch, nodes, channels), matrix(1, batch, width - 1, channels)
+    taps, a_log, dt_bias, norm = (
+        matrix(2, channels, width), matrix(3, heads), matrix(4, heads), matrix(5, size),
+    )  # fmt: skip
+    a, b = matrix(6, batch, nodes, heads), matrix(7, batch, nodes, heads)
+    z, state = matrix(8, batch, nodes, heads, size), matrix(9, batch, heads, key_size, size)
+    tree = tree_from_parents(random_tree(10, batch, nodes))
+    weights = native.DeltaNetWeights(taps, a_log, dt_bias, norm)
+    found = native.tree_delta_net(
+        inputs, window, a, b, z, state, tree.ancestors, weights, key_heads, 1e-6
+    )
+    mixed = jax.nn.silu(short_conv_tree(inputs, taps, window, tree))
+    q, k, v = jnp.split(mixed, (key_heads * key_size, 2 * key_heads * key_size), axis=-1)
+    q, k = (l2_normalize(x.reshape(batch, nodes, key_heads, key_size)) for x in (q, k))
+    g = -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
+    out, u = tree_delta_rule(
+        q * key_size**-0.5, k, v.reshape(z.shape), g, jax.nn.sigmoid(b), state, tree
+    )
+    out = rms_norm(out, norm, 1e-6, unit_offset=False) * jax.nn.silu(z)
+    for actual, wanted in zip(found, (out, k, u, g), strict=True):
+        assert relative_error(actual, wanted) < 2e-6
+    path = jnp.array([[0, -1], [-1, -1]])
+    committed = native.commit_state(state, found.k, found.u, found.g, path)
+    assert relative_error(committed, commit_state(state, k, u, g, path)) < 2e-6
+    np.testing.assert_array_equal(committed[1], state[1])
+
+
+@needs_kernels
+def test_attention_says_what_it_cannot_do():
+    q, kv = matrix(0, 1, 1, 2, 8), matrix(1, 1, 1, 4, 8)
+    own, start, mask = matrix(2, 1, 1, 1, 8), jnp.array([3]), jnp.ones((1, 1, 1), bool)
+    with pytest.raises(ValueError, match="heads of a multiple of 16 numbers, got 8"):
+        native.tree_attention(q, kv, kv, start, own, own, mask)
+    wide = [jnp.concatenate([x, x], axis=-1) for x in (q, kv, own)]
+    with pytest.raises(Exception, match="more keys than the cache has room for"):
+        native.tree_attention(wide[0], wide[1], wide[1], start + 2, wide[2], wide[2], mask)
 
 
 def test_int8_rounds_each_row_to_127_steps_and_zero_rows_to_zero():
@@ -132,30 +208,24 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(monkeypatch, tmp_pat
 
 
 @needs_kernels
-def test_a_library_that_is_cut_short_is_made_anew(tmp_path):
+def test_processes_that_start_at_once_build_one_library_and_one_cut_short_is_made_anew(tmp_path):
+    # Not optimised, which takes most of the compiler's time.
+    code = "from gdn.ops.native import compiler, problem; compiler.FLAGS += ('-O0',);"
+    build, use = code + "print(compiler.build())", code + "assert not problem(), problem()"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    whole = compiler.build()
-    kept = tmp_path / "eagle3-gdn" / "native" / whole.name
-    kept.parent.mkdir(parents=True)
-    kept.write_bytes(whole.read_bytes()[:100])
-    code = "from gdn.ops import native; assert native.problem() is None, native.problem()"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    assert kept.stat().st_size > 100
-
-
-@needs_kernels
-def test_two_processes_that_start_at_once_build_one_library(tmp_path):
-    code = "import sys; from gdn.ops.native.compiler import build; print(build())"
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", code]
     started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", build], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     printed = {process.communicate()[0] for process in started}
     assert len(printed) == 1 and not any(process.returncode for process in started)
     library = Path(printed.pop().strip())
     assert [path.name for path in library.parent.iterdir()] == [library.name]
+    library.write_bytes(library.read_bytes()[:100])
+    subprocess.run([sys.executable, "-c", use], env=environment, check=True)
+    assert library.stat().st_size > 100
 
 
 @needs_kernels

@@ -169,8 +169,8 @@ def test_sampling_parameters_mean_what_they_mean_in_transformers(monkeypatch):
     rng = np.random.default_rng(0)
     caught = []
     monkeypatch.setattr(
-        "eagle3.decoding.sampling.invert_cdf",
-        lambda weights, uniform: caught.append(weights) or jnp.argmax(weights, axis=-1),
+        "eagle3.decoding.sampling.draw",
+        lambda weights, noise: caught.append(weights) or jnp.argmax(weights, axis=-1),
     )
     for _ in range(40):
         params = SamplingParams(

@@ -13,13 +13,14 @@ from eagle3.decoding.sampling import (
     SamplingParams,
     batch_sampling,
     choose,
-    invert_cdf,
+    draw,
+    gumbel_noise,
     most_likely,
     token_weights,
 )
 
 VOCAB = 37
-LAST_UNIFORM = np.float32(1 - 2**-24)  # the largest below 1
+ROWS = jnp.arange(8)
 
 
 def random_params(rng) -> SamplingParams:
@@ -50,7 +51,7 @@ def weights_of(logits, params, prompts=None, answers=None):
         np.add.at(row, np.array(answer, int), 1)
     caught = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "invert_cdf", lambda w, uniform: caught.append(w) or most_likely(w))
+        patch.setattr(sampling, "draw", lambda w, noise: caught.append(w) or most_likely(w))
         choose(jnp.asarray(logits), rows, jnp.asarray(counts), jnp.zeros(batch, jnp.int32))
     return np.asarray(caught[0])
 
@@ -162,42 +163,38 @@ def test_most_likely_takes_the_lowest_of_equal_maxima():
     assert most_likely(jnp.array([[0.0, 3.0, 3.0, -1.0]])).tolist() == [1]
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 96, 1000])
-def test_the_draw_gives_every_token_its_share_of_the_unit_interval(vocab):
-    rng = np.random.default_rng(vocab)
-    weights = float32(rng.exponential(size=vocab) * (rng.random(vocab) < 0.5))
-    weights[rng.integers(vocab)] = 1.0
-    uniform = (np.arange(20_000) + 0.5) / 20_000
-    tokens = invert_cdf(jnp.tile(weights, (20_000, 1)), jnp.asarray(float32(uniform)), block=64)
-    assert (np.diff(np.asarray(tokens)) >= 0).all()
-    counts = np.bincount(np.asarray(tokens), minlength=vocab)
-    np.testing.assert_allclose(counts, 20_000 * weights / weights.sum(), atol=1.5)
+def test_tokens_are_drawn_in_proportion_to_their_weights_and_never_one_without():
+    rng = np.random.default_rng(3)
+    weights = float32(rng.exponential(size=VOCAB) * (rng.random(VOCAB) < 0.6))
+    seeds = [SamplingParams(temperature=1.0, seed=seed) for seed in range(8)]
+    keys = batch_sampling(seeds, [[0]] * 8, VOCAB).keys
+    assert keys is not None
+    places = 4000
+    one = jax.jit(
+        lambda n: draw(jnp.tile(weights, (8, 1)), gumbel_noise(keys, n + 0 * ROWS, VOCAB))
+    )
+    tokens = np.asarray(jax.lax.map(one, jnp.arange(places)))
+    counts = np.bincount(tokens.ravel(), minlength=VOCAB)
+    expected = 8 * places * float64(weights) / float64(weights).sum()
+    assert not counts[weights == 0].any()
+    some = weights > 0
+    chi2 = ((counts - expected)[some] ** 2 / expected[some]).sum()
+    assert chi2 < 2 * some.sum()  # mean some.sum() - 1, deviation its root of two
 
 
-def test_the_draw_never_returns_a_token_without_weight():
-    """Running sums round: their steps over zero weights have to stay without effect."""
-    rng = np.random.default_rng(7)
-    rows, vocab, block = 200, 1100, 512
-    weights = float32(rng.exponential(size=(rows, vocab)))
-    weights *= rng.random(weights.shape) < np.linspace(0.02, 0.9, rows)[:, None]
-    weights[:50, 512:1024] = 0  # whole blocks without weight, also at the end
-    weights[25:75, 1024:] = 0
-    weights[:, 7] += 1e-3
-    ends = np.cumsum(float64(weights), axis=1)
-    # As near as floats come to the ends of tokens that one without weight follows, and at both ends
-    # of the interval.
-    shares = [np.full((rows, 1), 0.0), np.full((rows, 1), LAST_UNIFORM)]
-    for _ in range(12):
-        at = np.argmax(
-            (weights > 0) * rng.random(weights.shape) * (np.roll(weights, -1, 1) == 0), 1
-        )
-        share = np.take_along_axis(ends, at[:, None], axis=1) / ends[:, -1:]
-        shares.append(share * (1 + np.arange(-12, 13) * 2.0**-24))
-    shares = np.clip(np.concatenate(shares, axis=1), 0, LAST_UNIFORM).astype(np.float32)
-    draw = jax.jit(jax.vmap(lambda u: invert_cdf(jnp.asarray(weights), u, block=block)))
-    tokens = np.asarray(draw(shares.T)).T
-    drawn = np.take_along_axis(weights, tokens, axis=1)
-    assert (drawn > 0).all(), f"{(drawn == 0).sum()} of {drawn.size}"
+def test_a_draft_that_knows_what_the_target_knows_foresees_its_draws():
+    rng = np.random.default_rng(4)
+    logits = jnp.asarray(float32(2 * rng.standard_normal((8, VOCAB))))
+    params = [SamplingParams(temperature=t, seed=n) for n, t in enumerate([0.0, 0.5, 1.0, 2.0] * 2)]
+    rows, ids = batch_sampling(params, [[0]] * 8, VOCAB), jnp.arange(VOCAB)[::-1]
+    foresight = rows.foresight(jnp.arange(8), VOCAB)
+    assert foresight is not None
+    for depth in range(3):
+        ranked = foresight.on(logits[:, None, ::-1], depth, ids)[:, 0]
+        drafted = ids[jnp.argmax(ranked, axis=-1)]
+        drawn = choose(logits, rows, None, jnp.arange(8) + depth)
+        np.testing.assert_array_equal(drafted, drawn)
+    assert batch_sampling([SamplingParams()], [[0]], VOCAB).foresight(jnp.arange(1), VOCAB) is None
 
 
 def test_weights_are_finite_where_everything_but_one_token_is_ruled_out():

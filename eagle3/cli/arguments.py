@@ -19,6 +19,8 @@ class Options:
     json: bool = False
     show_acceptance: bool = False
     color: str = "auto"  # always, never, or auto: on a terminal
+    dry_run: bool = False
+    device_memory: str | None = None  # of a dry run, such as 80GiB
 
     def __post_init__(self) -> None:
         """Reject flags that do not go together.
@@ -37,6 +39,8 @@ class Options:
             raise ConfigError(f"--out {self.out}: its directory does not exist; make it first")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_file():
             raise ConfigError(f"--out {self.out} is no regular file: give one to write answers to")
+        if self.device_memory is not None and not self.dry_run:
+            raise ConfigError("--device-memory is for --dry-run: add it, or leave both away")
         if self.show_acceptance and (self.json or self.prompts is not None or self.compare):
             raise ConfigError(
                 "--show-acceptance marks text as it is made: for --prompt or --chat, not --json"
@@ -77,7 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Options, DecodeConfig]:
         raise ConfigError("nothing to decode with: give --config FILE or --target DIR")
     overrides = args["overrides"] + ["recalibrate=true"] * args["recalibrate"]
     config = read_config(DecodeConfig, args["config"], overrides, **texts)
-    if not (config.prompt or options.chat or options.prompts is not None):
+    if not (config.prompt or options.chat or options.prompts is not None or options.dry_run):
         raise ConfigError("the prompt is empty: give --prompt TEXT, --prompts FILE.jsonl or --chat")
     if options.compare and (config.draft is None or config.method == "autoregressive"):
         raise ConfigError("--compare needs a draft to compare with: give --draft DIR")

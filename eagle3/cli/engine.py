@@ -14,12 +14,14 @@ from eagle3.decoding.generate import make_drafter
 from eagle3.decoding.session import Request, Session
 from eagle3.generated import generated_target
 from eagle3.interop import load_draft
+from eagle3.sharding import check_shape, place_module
 from eagle3.text import Tokenizer, load_tokenizer
-from gdn import HybridLM, load_pretrained
+from gdn import HybridLM, TargetConfig, load_pretrained
 from gdn.config import is_int
 from gdn.hf_config import read_json
 from gdn.ops import native
 from gdn.packing import Packer
+from gdn.sharding import active_mesh
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class Engine(NamedTuple):
 
 
 def build(config: DecodeConfig) -> Engine:
-    """Load, or make, what the configuration names.
+    """Load, or make, what the configuration names; on the current mesh, if there is one.
 
     Raises:
       ValueError: a directory cannot be used, or the two do not fit together.
@@ -95,13 +97,23 @@ def build(config: DecodeConfig) -> Engine:
     if config.target is None:
         log.warning("the target has random weights: its text means nothing")
         target = generated_target(config.generated, dtype)
+        check_shape(config.mesh, target.cfg)
+        target = place_module(target)
     else:
+        check_shape(config.mesh, TargetConfig.from_hf(config.target))
         target = load_pretrained(config.target, dtype, packer)
     method, draft = config.method or "eagle3", None
     if config.draft is None:
         method = "autoregressive"
     elif method == "eagle3":
         draft = load_draft(config.draft, target, dtype)
+        check_shape(config.mesh, draft.cfg)
+        draft = place_module(draft)
+    if config.deterministic and (why := packer.bitwise_problem(target.cfg)):
+        raise ConfigError(
+            f"deterministic is on, but the texts of speculative and plain decoding may part where"
+            f" two tokens are about as likely: {why}; leave it off to decode all the same"
+        )
     packer.finish([target] if draft is None else [target, draft])
     drafter = make_drafter(method, draft, config.tree.plan(), config.recalibrate)
     tokenizer = load_tokenizer(config.target, target.cfg.vocab_size)
@@ -111,6 +123,9 @@ def build(config: DecodeConfig) -> Engine:
 def _packer(config: DecodeConfig) -> Packer:
     """Say how weights are kept: for the native kernels where there are any, else for XLA."""
     if config.native != "auto" or jax.default_backend() != "cpu":
+        return Packer(config.dtype, native=False)
+    if active_mesh() is not None:
+        log.warning("native kernels are for one device: on this mesh they are off")
         return Packer(config.dtype, native=False)
     if (why := native.problem()) is not None:
         log.warning("without native kernels, so slower (native=off: without this line): %s", why)

@@ -38,6 +38,7 @@ from eagle3.decoding.choice import (
 )
 from eagle3.decoding.costs import CostBook, Costs, sizes_of
 from eagle3.decoding.drafter import Drafter, Eagle3Drafter, Eagle3State, NoDraft
+from eagle3.decoding.sampling import Foresight
 from eagle3.decoding.speculate import (
     Chosen,
     DecodeState,
@@ -197,9 +198,11 @@ class AutoDrafter(nnx.Module):
         draft = self.inner.absorb(draft, aux_hidden, tokens, count)
         return state._replace(draft=draft, pending=pending)
 
-    def propose(self, state: AutoState, root: Int[Array, " B"]) -> Proposal:
+    def propose(
+        self, state: AutoState, root: Int[Array, " B"], foresight: Foresight | None = None
+    ) -> Proposal:
         """Propose the largest tree, whatever it costs."""
-        return self.inner.propose(self.read_all(state.draft, state.pending)[0], root)
+        return self.inner.propose(self.read_all(state.draft, state.pending)[0], root, foresight)
 
     def rests(self, state: AutoState) -> Bool[Array, ""]:
         """Say whether the next round is plain: the draft is not asked, and need not read."""
@@ -233,10 +236,11 @@ class AutoDrafter(nnx.Module):
                 (auto.draft, auto.pending),
             )
         nothing = self._nothing(state.root)
+        foresight = requests.sampling.foresight(state.emitted, target.cfg.vocab_size)
         with jax.named_scope("draft"):
             auto, choice = at_most_once(
                 thinks,
-                lambda carry: self.think(carry[0], state.root, state.is_running),
+                lambda carry: self.think(carry[0], state.root, state.is_running, foresight),
                 (auto._replace(draft=draft, pending=pending), nothing),
             )
         state = state._replace(draft=auto)
@@ -302,7 +306,11 @@ class AutoDrafter(nnx.Module):
         return Scored(accepted, updates, scored.aux_hidden), path
 
     def think(
-        self, auto: AutoState, root: Int[Array, " B"], is_running: Bool[Array, " B"]
+        self,
+        auto: AutoState,
+        root: Int[Array, " B"],
+        is_running: Bool[Array, " B"],
+        foresight: Foresight | None = None,
     ) -> tuple[AutoState, Choice]:
         """Draft as far as it pays, and choose the size to verify."""
         draft, pending = self.read_all(auto.draft, auto.pending)
@@ -321,7 +329,7 @@ class AutoDrafter(nnx.Module):
 
         def go_down(now: _Drafting) -> _Drafting:
             offer = offered(guide, now.growth.scores, is_running, plan.width)
-            growth = self.expand(draft, now.index, now.growth, now.width)
+            growth = self.expand(draft, now.index, now.growth, now.width, foresight)
             tokens = expected_tokens(guide, growth.pool.scores, is_running, self.sizes)
             gain = tokens - now.tokens
             knowledge = saw_level(now.knowledge, now.index, now.width, offer, gain)
@@ -329,7 +337,7 @@ class AutoDrafter(nnx.Module):
             width = width_of(now.index + 1, growth, tokens, spent, knowledge)
             return _Drafting(now.index + 1, width, growth, tokens, spent, knowledge)
 
-        growth = self.first(draft)
+        growth = self.first(draft, foresight)
         tokens = expected_tokens(guide, growth.pool.scores, is_running, self.sizes)
         index = jnp.int32(1)
         width = width_of(index, growth, tokens, prices.absorb, start)
@@ -358,15 +366,22 @@ class AutoDrafter(nnx.Module):
         )
         return AutoState(draft, pending, knowledge, pace, tally), Choice(size, nodes, scores)
 
-    def first(self, draft: Eagle3State) -> Growth:
+    def first(self, draft: Eagle3State, foresight: Foresight | None = None) -> Growth:
         """Return the level that needs no pass."""
         inner = self.inner
         ids, keys = inner.draft.target_ids[...], inner.no_keys(draft)
-        return first_level(self.plan, draft.logits, draft.hidden, ids, keys)
+        return first_level(self.plan, inner.first_logits(draft, foresight), draft.hidden, ids, keys)
 
-    def expand(self, draft: Eagle3State, index, growth: Growth, width) -> Growth:
+    def expand(
+        self,
+        draft: Eagle3State,
+        index,
+        growth: Growth,
+        width,
+        foresight: Foresight | None = None,
+    ) -> Growth:
         """Run a draft pass of one node (width 1) or of the whole frontier (2)."""
-        ids, one_pass = self.inner.draft.target_ids[...], self.inner.draft_pass(draft)
+        ids, one_pass = self.inner.draft.target_ids[...], self.inner.draft_pass(draft, foresight)
 
         def of(nodes: int) -> Callable[[Growth], Growth]:
             return lambda growth: next_level(self.plan, index, growth, ids, one_pass, nodes)

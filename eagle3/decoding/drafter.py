@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from eagle3.decoding.sampling import Foresight
 from eagle3.decoding.tree import DraftPass, Proposal, TreePlan, draft_tree
 from eagle3.draft import Eagle3Draft
 from gdn import TargetConfig
@@ -58,8 +59,12 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, state: Any, root: jax.Array) -> Proposal:
-        """Propose a tree on the last committed tokens, root [B]."""
+    def propose(self, state: Any, root: jax.Array, foresight: Foresight | None = None) -> Proposal:
+        """Propose a tree on the last committed tokens, root [B].
+
+        Args:
+          foresight: if what comes next is drawn; None: it is the most likely token.
+        """
         ...
 
 
@@ -84,7 +89,9 @@ class NoDraft(nnx.Module):
         """Learn nothing."""
         return ()
 
-    def propose(self, state: tuple[()], root: Int[Array, " B"]) -> Proposal:
+    def propose(
+        self, state: tuple[()], root: Int[Array, " B"], foresight: Foresight | None = None
+    ) -> Proposal:
         """Return the root alone."""
         return Proposal(root[:, None], jnp.full((root.shape[0], 1), -1, jnp.int32))
 
@@ -169,12 +176,24 @@ class Eagle3Drafter(nnx.Module):
             jnp.where(some, self.draft.logits(z), state.logits),
         )
 
-    def propose(self, state: Eagle3State, root: Int[Array, " B"]) -> Proposal:
+    def propose(
+        self, state: Eagle3State, root: Int[Array, " B"], foresight: Foresight | None = None
+    ) -> Proposal:
         """Grow a tree from the last output; the state stays as it is."""
         return draft_tree(
-            self.plan, root, state.logits, state.hidden, self.draft.target_ids[...],
-            self.draft_pass(state), self.no_keys(state),
+            self.plan, root, self.first_logits(state, foresight), state.hidden,
+            self.draft.target_ids[...], self.draft_pass(state, foresight), self.no_keys(state),
         )  # fmt: skip
+
+    def first_logits(
+        self, state: Eagle3State, foresight: Foresight | None = None
+    ) -> Float[Array, "B Vd"]:
+        """Return what to rank the root's children by."""
+        return self._ranked(state.logits[:, None], 0, foresight)[:, 0]
+
+    def _ranked(self, logits, depth, foresight: Foresight | None):
+        ids = self.draft.target_ids[...]
+        return logits if foresight is None else foresight.on(logits, depth, ids)
 
     def no_keys(self, state: Eagle3State) -> KVCache:
         """Return room for the keys and values of all passes, `width` a pass."""
@@ -182,7 +201,7 @@ class Eagle3Drafter(nnx.Module):
         shape[2] = (self.plan.depth - 1) * self.plan.width
         return KVCache(*(jnp.zeros(shape, x.dtype) for x in state.cache))
 
-    def draft_pass(self, state: Eagle3State) -> DraftPass:
+    def draft_pass(self, state: Eagle3State, foresight: Foresight | None = None) -> DraftPass:
         """Return the pass that scores drafted nodes over what was absorbed; see `DraftPass`."""
         draft, committed = self.draft, state.lengths[:, None]
 
@@ -201,6 +220,6 @@ class Eagle3Drafter(nnx.Module):
 
             positions = jnp.broadcast_to(committed + index - 1, tokens.shape)
             z = draft.layer(hidden, tokens, positions, attend)
-            return draft.logits(z), draft.feedback(z), own
+            return self._ranked(draft.logits(z), index, foresight), draft.feedback(z), own
 
         return one_pass

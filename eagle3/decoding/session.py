@@ -29,6 +29,7 @@ from eagle3.decoding.speculate import (
     run_prefill,
     run_rounds,
 )
+from eagle3.sharding import create, place
 from gdn import HybridLM, TargetConfig, grow_cache, init_cache
 
 log = logging.getLogger(__name__)
@@ -244,12 +245,14 @@ class Session:
             return sum(len(held) - 1 for held in self._held)
         capacity = self._bucket(max(map(len, prompts)))
         self._use(self._fitted(batch, capacity))
-        draft = self._active.init_state(batch, capacity)
+        active = self._active
+        draft = create(lambda: active.init_state(batch, capacity))
         if state is not None and isinstance(self._active, AdaptiveDrafter):
             draft = self._active.inherit(draft, state.draft)
+        cache = create(lambda: init_cache(self.cfg, batch, capacity, self._dtype))
         self._state = DecodeState(
-            init_cache(self.cfg, batch, capacity, self._dtype), draft,
-            jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool), counts,
+            cache, draft, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32),
+            jnp.ones(batch, bool), counts,
         )  # fmt: skip
         self._capacity = capacity
         self._held = [prompt[:1] for prompt in prompts]
@@ -299,7 +302,7 @@ class Session:
                 self._graph, self._params, cache, draft, tokens[:, :-1], tokens[:, 1:], count
             )
         root = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
-        self._state = state._replace(cache=cache, draft=draft, root=root)
+        self._state = place(state._replace(cache=cache, draft=draft, root=root))
         self._held = prompts
 
     def _take_state(self) -> DecodeState:

@@ -18,6 +18,7 @@ from eagle3.decoding.accept import Accepted, Limits, accept
 from eagle3.decoding.drafter import Drafter
 from eagle3.decoding.sampling import Sampling
 from eagle3.decoding.tree import Proposal
+from eagle3.sharding import pin
 from gdn import Cache, HybridLM, commit, tree_from_parents
 from gdn.cache import Updates
 
@@ -109,7 +110,8 @@ def decode_round(
 ) -> tuple[DecodeState, Accepted]:
     """Run one round; a row that has ended keeps everything as it is."""
     with jax.named_scope("draft"):
-        proposal = drafter.propose(state.draft, state.root)
+        foresight = requests.sampling.foresight(state.emitted, target.cfg.vocab_size)
+        proposal = drafter.propose(state.draft, state.root, foresight)
     scored = score(target, proposal, drafter.depth, drafter.aux_layers, state, requests)
     accepted = scored.accepted
     state = settle(state, scored)
@@ -246,11 +248,12 @@ def prefill(
 def run_rounds(graph, params, state: DecodeState, requests: Requests, rounds, most_rounds: int):
     """Run `decode_rounds`; the state is updated in place."""
     target, drafter = nnx.merge(graph, params)
-    return decode_rounds(target, drafter, state, requests, rounds, most_rounds)
+    state, out = decode_rounds(target, drafter, state, requests, rounds, most_rounds)
+    return pin(state), out
 
 
 @partial(jax.jit, static_argnames=("graph",), donate_argnames=("cache", "draft"))
 def run_prefill(graph, params, cache, draft, tokens, following, count):
     """Run `prefill`; cache and drafter state are updated in place."""
     target, drafter = nnx.merge(graph, params)
-    return prefill(target, drafter, cache, draft, tokens, following, count)
+    return pin(prefill(target, drafter, cache, draft, tokens, following, count))

@@ -4,7 +4,8 @@ A `TreePlan` holds the sizes (what XLA compiles), a `Proposal` one round's tree 
 kinds are one procedure, level by level: take the `branching` best children of each of `width`
 frontier nodes, choose the next frontier among them, at the end choose the nodes to verify. A
 dynamic tree chooses by cumulative log-probability (EAGLE-2, arXiv 2406.16858, section 4), a static
-one by tables. Scores are the draft's own, at temperature 1, whatever the target samples with.
+one by tables. Scores are the draft's own, at temperature 1, or where the target draws those of its
+logits with the noise that decides the draw (`Foresight` in `sampling.py`).
 `auto.py` runs the same steps one by one and decides in between how far to go.
 """
 

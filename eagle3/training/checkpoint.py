@@ -2,7 +2,8 @@
 
 The only file that knows orbax. Weights are an item of their own (`params`), beside the rest of the
 training state (`train`) and the configuration (`config`), which a resumed run is compared with
-before anything is read.
+before anything is read. On a mesh every device's part is written and read by itself, and another
+mesh may read it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from eagle3.training.step import TrainState
+from gdn.sharding import active_mesh
 
 
 class Checkpoints:
@@ -68,8 +70,9 @@ class Checkpoints:
         step = int(state.step)
         if step == self.latest():
             return
-        # A copy on the host: the next step gives the arrays on the device away.
-        state = jax.tree.map(np.asarray, state)
+        if active_mesh() is None:
+            # A copy on the host: the next step gives the arrays on the device away.
+            state = jax.tree.map(np.asarray, state)
         items = {
             "params": state.params,
             "train": state._replace(params=None)._asdict(),
@@ -112,7 +115,7 @@ class Checkpoints:
 
         Args:
           like: a state of the same structure, shapes and dtypes, or what `jax.eval_shape` makes of
-        one.
+            one; where its arrays lie, those that are read will.
 
         Raises:
           ValueError: the checkpoint has other shapes, or cannot be read.

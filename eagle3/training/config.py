@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eagle3.config import ConfigError, GeneratedTarget, TreeConfig
+from eagle3.config import ConfigError, GeneratedTarget, MeshConfig, TreeConfig
 from eagle3.draft_config import DraftConfig
 from eagle3.draft_hf_config import LAYOUTS
 from eagle3.training.data.config import DataConfig, SourceConfig
@@ -200,6 +200,7 @@ class TrainConfig:
     steps: int = 1000  # of the optimiser
     accumulate: int = 1  # batches a step, one after the other: memory of one, gradient of all
     dtype: str = "float32"  # that is computed in, or bfloat16; trained weights are float32
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # devices to train on
     eval: EvalConfig = field(default_factory=EvalConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log_every: int = 20  # steps
@@ -221,6 +222,11 @@ class TrainConfig:
             raise ConfigError("out is empty: give the directory of the run, such as runs/draft")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype is {self.dtype!r}, it must be float32 or bfloat16")
+        self.mesh.check_rows("data.batch_size", self.data.batch_size)
+        if self.mesh.size > 1 and self.eval.tree.kind == "auto":
+            raise ConfigError(
+                "eval.tree.kind auto measures one device: take chain, or leave mesh away"
+            )
         if self.task == "draft" and self.target is None:
             raise ConfigError("task is draft, which needs a target to draft for: give target=DIR")
         if self.target is not None and Path(self.target).resolve() == Path(self.out).resolve():

@@ -19,6 +19,7 @@ from eagle3.training.data.batches import Batch
 from eagle3.training.ttt import Teaching
 from gdn import HybridLM
 from gdn.layers import linear
+from gdn.sharding import on_own_rows
 
 
 class Features(NamedTuple):
@@ -76,10 +77,14 @@ def most_likely_next(
     target: HybridLM, hidden: Float[Array, "B T D"], rows: int = 256
 ) -> Int[Array, "B T"]:
     """Return the target's most likely token after each position, `rows` positions at a time."""
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    count = flat.shape[0]
-    rows = min(rows, count)
-    blocks = jnp.pad(flat, ((0, -count % rows), (0, 0))).reshape(-1, rows, flat.shape[-1])
+    head = target.embed_tokens if target.cfg.tie_word_embeddings else target.lm_head
 
-    best = jax.lax.map(lambda block: most_likely(target.logits(block)), blocks)
-    return best.reshape(-1)[:count].reshape(hidden.shape[:2])
+    def of_own(head, hidden):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        count = flat.shape[0]
+        size = min(rows, count)
+        blocks = jnp.pad(flat, ((0, -count % size), (0, 0))).reshape(-1, size, flat.shape[-1])
+        best = jax.lax.map(lambda x: most_likely(linear(x, head, jnp.float32)), blocks)
+        return (), best.reshape(-1)[:count].reshape(hidden.shape[:2])
+
+    return on_own_rows(of_own, head[...], hidden)[1]

@@ -20,6 +20,7 @@ from eagle3.draft_config import DraftConfig
 from eagle3.files import write_whole
 from eagle3.generated import generated_target
 from eagle3.interop import save_draft
+from eagle3.sharding import check_shape, create, place, place_module, spread
 from eagle3.training import evaluate
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.batches import Batch, Batches
@@ -76,6 +77,8 @@ def _target_job(config: TrainConfig, report: Report) -> Job:
     datasets = open_datasets(config.data, masker, report)
     model = load or generated_target(config.generated, jnp.float32, masker.tokenizer.end_ids)
     cfg = model.cfg
+    check_shape(config.mesh, cfg)
+    model = place_module(model)
     _check_tokens(config, cfg, datasets)
     graph, params, _ = _split(model)
     half = jax.eval_shape(lambda: HybridLM(cfg, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(0)))
@@ -105,7 +108,7 @@ def _target_job(config: TrainConfig, report: Report) -> Job:
         state=_first_state(params, optimizer, config.optim.ema),
         frozen=(),
         batches=Batches(config.data, datasets),
-        take=lambda step, batch: batch,
+        take=lambda step, batch: spread(batch),
         scalars=evaluate.target_scalars,
         evaluate=None if not held else evaluate_target,
         export=lambda params: save_pretrained(nnx.merge(graph, params), config.out),
@@ -120,13 +123,15 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
         raise ConfigError(f"target {config.target} is no directory: train or download it first")
     dtype = jnp.dtype(config.dtype)
     target_cfg = TargetConfig.from_hf(config.target)
+    cfg = config.draft.for_target(target_cfg)
+    check_shape(config.mesh, target_cfg)
+    check_shape(config.mesh, cfg)
     masker = Masker.load(config.target, target_cfg.vocab_size)
     # Before the target is loaded here: answering loads it too.
     data = regenerate(config, masker, report) if config.regenerate.rows else config.data
     datasets = open_datasets(data, masker, report)
     _check_tokens(config, target_cfg, datasets)
     target = load_pretrained(config.target, dtype)
-    cfg = config.draft.for_target(target_cfg)
     counts = sum(count_tokens(d.tokens, d.mask, cfg.vocab_size) for d in datasets.values())
     vocabulary = draft_vocabulary(
         np.asarray(counts), cfg.draft_vocab_size, masker.tokenizer.control_ids
@@ -135,14 +140,16 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
     draft = draft_for(target, cfg, vocabulary.target_ids, rngs=nnx.Rngs(config.draft.seed))
     graph, params, tables = _split(draft)
     dtypes = tuple(x.dtype for x in jax.tree.leaves(params))
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    params = place(jax.tree.map(lambda x: jnp.array(x, jnp.float32), params))
     task = DraftTask(
         graph, dtypes, config.ttt.steps, config.ttt.decay, config.ttt.loss, config.ttt.keep_unknown
     )
-    frozen = (tables, head_rows(target, jnp.asarray(vocabulary.target_ids)))
+    rows = head_rows(target, jnp.asarray(vocabulary.target_ids))
+    frozen = (place(tables), place({"head_rows": rows})["head_rows"])
     target_graph, target_params, _ = _split(target)
 
     def look(batch: Batch) -> FeaturedBatch:
+        batch = spread(batch)
         features = target_features(target_graph, target_params, cfg.aux_layers, batch)
         return FeaturedBatch(batch, features)
 
@@ -155,7 +162,8 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
             return look(batch)
         first = step * config.accumulate
         rows = np.stack([batches.rows_at(first + i) for i in range(config.accumulate)])
-        return FeaturedBatch(batch, cache.features(rows, lambda: look(batch).features))
+        features = cache.features(rows, lambda: look(batch).features)
+        return spread(FeaturedBatch(batch, features))
 
     def merged(params: Any):
         return nnx.merge(graph, cast(params, dtypes), tables)
@@ -232,7 +240,7 @@ def _heldout(
     datasets = open_datasets(held, masker, report)
     batches = Batches(held, datasets)
     made = (batches.batch_at(number) for number in range(config.eval.batches))
-    return [Batch(*(x[None] for x in batch)) for batch in made], datasets
+    return [spread(Batch(*(x[None] for x in batch))) for batch in made], datasets
 
 
 def _check_tokens(
@@ -287,7 +295,8 @@ def _split(module: nnx.Module) -> tuple[Any, Any, Any]:
 
 def _first_state(params: Any, optimizer: Any, ema: float) -> TrainState:
     average = jax.tree.map(jnp.copy, params) if ema else None
-    return TrainState(jnp.int32(0), params, optimizer.init(params), average)
+    moments = create(optimizer.init, params)
+    return TrainState(place(jnp.int32(0)), params, moments, average)
 
 
 def _identity(config: TrainConfig, datasets: dict[str, TokenDataset]) -> dict[str, Any]:

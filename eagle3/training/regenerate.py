@@ -138,7 +138,6 @@ def _decode_config(config: TrainConfig) -> DecodeConfig:
         target=config.target,
         max_new_tokens=settings.max_new_tokens,
         dtype=config.dtype,
-        native="off",  # answers are not to depend on whether there is a compiler
         sampling=SamplingConfig(temperature=settings.temperature),
         batch_size=settings.batch_size,
     )

@@ -15,11 +15,13 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3.sharding import pin
 from eagle3.training.data.batches import Batch
 from eagle3.training.features import FeaturedBatch, teach
 from eagle3.training.losses import LOSSES
 from eagle3.training.ttt import draft_loss, slot_weights
 from gdn.layers import linear
+from gdn.sharding import on_own_rows
 
 
 class TrainState(NamedTuple):
@@ -69,7 +71,11 @@ class TargetTask:
         hidden = model(batch.tokens, batch.segment_ids).hidden
         following = jnp.pad(batch.tokens, ((0, 0), (0, 1)))[:, 1:]
         head = model.embed_tokens if model.cfg.tie_word_embeddings else model.lm_head
-        sums = _next_token_sums(hidden, head[...], following, _next_mask(batch), self.rows)
+
+        def of_own(head, hidden, following, mask):
+            return _next_token_sums(head, hidden, following, mask, self.rows), ()
+
+        sums, _ = on_own_rows(of_own, head[...], hidden, following, _next_mask(batch))
         return sums.loss / counts, sums
 
 
@@ -84,7 +90,7 @@ def _next_mask(batch: Batch) -> Bool[Array, "*A B T"]:
     return following(batch.loss_mask, False) & is_same
 
 
-def _next_token_sums(hidden, head, following, mask, rows: int) -> TargetSums:
+def _next_token_sums(head, hidden, following, mask, rows: int) -> TargetSums:
     """Sum the loss a block of positions at a time; logits are made again in the backward pass."""
     flat = (hidden.reshape(-1, hidden.shape[-1]), following.reshape(-1), mask.reshape(-1))
     count = flat[1].shape[0]
@@ -192,4 +198,4 @@ def train_step(
     if average is not None:
         average = optax.incremental_update(params, average, 1.0 - ema)
     metrics = StepMetrics(loss, optax.tree.norm(gradient), optax.tree.norm(params), sums)
-    return TrainState(state.step + 1, params, new, average), metrics
+    return pin(TrainState(state.step + 1, params, new, average)), metrics

@@ -24,6 +24,7 @@ from eagle3.config import to_yaml
 from eagle3.digest import digest
 from eagle3.files import write_whole
 from eagle3.interrupt import Interrupt
+from eagle3.sharding import abstract, on_mesh
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.batches import PADDING, Batch
@@ -38,7 +39,7 @@ from eagle3.training.step import TrainState, train_step
 _BEST = "best.json"
 # What a run may be resumed with another value of: where things are, and what is looked at when.
 _FREE = ("out", "target", "tokenizer", "eval", "save", "log_every", "profile_from")
-_FREE += ("profile_steps", "peak_tflops")
+_FREE += ("profile_steps", "peak_tflops", "mesh")
 _FREE_DATA = ("cache", "feature_cache", "feature_cache_gb", "prefetch")
 # What has no part in a task.
 _UNUSED = {"target": ("draft", "ttt", "regenerate"), "draft": ("generated",)}
@@ -55,11 +56,12 @@ def train(config: TrainConfig, report: Report = print) -> bool:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(on_mesh(config.mesh))
         keep = config.save.keep_last, config.save.keep_every or None
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", *keep))
         job = build_job(config, report)
         recorded = _recorded(config, job)
-        like, state = jax.eval_shape(lambda: job.state), job.state
+        like, state = abstract(job.state), job.state
         job = job._replace(state=None)  # nobody else holds it, so that it can be given away
         is_new = checkpoints.latest() is None
         if not is_new:
@@ -202,7 +204,7 @@ class _Run:
         log = RunLog(
             self._metrics, self._report, first=first, total=config.steps, every=config.log_every,
             scalars=job.scalars, rate=learning_rate(config.optim, config.steps), flops=job.flops,
-            peak=peak,
+            peak=peak * config.mesh.size,
         )  # fmt: skip
         with contextlib.closing(log), Prefetcher(self._batch, first, config.data.prefetch) as ahead:
             if first < config.steps:

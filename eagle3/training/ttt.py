@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3.decoding.sampling import most_likely
-from eagle3.draft import Eagle3Draft
+from eagle3.draft import Eagle3Draft, draft_logits
 from eagle3.training.losses import LossFunction
 from gdn.ops.attention import attention, merge_attention
+from gdn.sharding import on_own_rows, row_shards
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -148,7 +149,7 @@ def draft_loss(
 
     Args:
       keep_unknown: also train on slots whose best next token the draft vocabulary lacks.
-      rows: slots whose logits are held at a time.
+      rows: slots whose logits are held at a time, on each device.
     """
     target_ids = draft.target_ids[...]
     counts = slot_weights(teaching.loss_mask, teaching.segment_ids, steps)
@@ -157,14 +158,19 @@ def draft_loss(
     following = _ahead(teaching.tokens, 1)
     run = chain = counts[0]
     batch, length = teaching.tokens.shape
-    size = min(length, max(1, rows // batch))
+    size = min(length, max(1, rows * row_shards(batch) // batch))
     # Once for all steps: as many copies of it would be held.
     teacher = jnp.pad(teaching.logits, ((0, 0), (0, -length % size + steps), (0, 0)))
 
     def visit(step, z):
         best, known = (_ahead(x, step + 1) for x in (teaching.best, is_known))
         weight = counts[step] & (known | keep_unknown)
-        loss, token, overlap = _scores(draft, z, teacher, step + 1, weight, loss_function, size)
+
+        def of_own(head, z, teacher, weight):
+            return _scores(head, z, teacher, weight, step + 1, loss_function, size)
+
+        head = draft.norm, draft.lm_head[...]
+        loss, (token, overlap) = on_own_rows(of_own, head, z, teacher, weight)
         return loss, weight, target_ids[token] == best, overlap
 
     seen = unroll_with(draft, teaching.aux_hidden, following, steps, visit, teaching.segment_ids)
@@ -184,21 +190,22 @@ def draft_loss(
 
 
 def _scores(
-    draft: Eagle3Draft,
+    head: Any,
     z: Float[Array, "B T H"],
     teacher: Float[Array, "B S Vd"],
-    ahead: int,
     weight: Bool[Array, "B T"],
+    ahead: int,
     loss_function: LossFunction,
     size: int,
-) -> tuple[Float[Array, ""], Int[Array, "B T"], Float[Array, "B T"]]:
+) -> tuple[Float[Array, ""], tuple[Int[Array, "B T"], Float[Array, "B T"]]]:
     """Compare the draft at slot t with the teacher at t + `ahead`, `size` slots at a time.
 
     Args:
+      head: of the draft, see `draft_logits`.
       teacher: with as many more slots as `ahead` and the last block reach over.
 
     Returns:
-      The loss, summed over `weight`; the draft's best token, a draft id; sum(min(p, q)).
+      The loss, summed over `weight`; the draft's best token, a draft id, and sum(min(p, q)).
     """
     batch, length = z.shape[:2]
     count = -(-length // size)
@@ -209,7 +216,7 @@ def _scores(
     @jax.checkpoint
     def block(total, inputs):
         number, z, weight = inputs
-        logits = draft.logits(z)
+        logits = draft_logits(head, z)
         there = jax.lax.dynamic_slice_in_dim(teacher, number * size + ahead, size, axis=1)
         loss, overlap = loss_function(logits, there)
         found = most_likely(logits), overlap
@@ -218,7 +225,7 @@ def _scores(
     blocks = (jnp.arange(count), jnp.swapaxes(z, 0, 1), jnp.swapaxes(weight, 0, 1))
     total, found = jax.lax.scan(block, jnp.zeros((), jnp.float32), blocks)
     token, overlap = (jnp.swapaxes(x, 0, 1).reshape(batch, -1)[:, :length] for x in found)
-    return total, token, overlap
+    return total, (token, overlap)
 
 
 def _count(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from gdn.ops.quantized import quantize
 
-PANEL = 16  # outputs, as in `native/kernels.h`
+PANEL = 16  # outputs, as in `native/products.h`
 GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 
@@ -55,6 +55,20 @@ class PackedWeight:
         if self.scales is not None:
             return picked.astype(jnp.float32) * self.scales[index][..., None]
         return picked
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=[])
+@dataclass(frozen=True)
+class NativeNorm:
+    """The weight of a norm that the native kernels compute; stands where its array stood."""
+
+    data: Array  # [D], float32
+
+    def __getitem__(self, key) -> NativeNorm:
+        """Return itself for `[...]`, as a parameter's value is read."""
+        if key is not ...:
+            raise TypeError("the weight of a native norm has no slices")
+        return self
 
 
 @partial(jax.jit, static_argnames=("dtype",))

@@ -1,22 +1,29 @@
-"""Products of few rows by C++ kernels (`kernels.h`), called through `jax.ffi`; CPU only.
+"""What decoding on a CPU spends its time on, by C++ kernels called through `jax.ffi`.
 
-XLA's own skinny products reach half of the memory bandwidth in float32 and less in smaller types.
+XLA's own skinny products reach half of the memory bandwidth in float32 and less in smaller types;
+its attention of a few nodes costs as much as the products as soon as rows are decoded together.
 Nothing depends on the kernels: `problem` says why they cannot be used, and callers go on with XLA.
 """
 
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from gdn.ops.native.compiler import BuildError, build
 from gdn.ops.packed import PackedWeight
 
-_TARGETS = {"float32": "float32", "uint16": "bfloat16", "int8": "int8"}
+_MATMULS = {
+    "float32": "gdn_matmul_float32", "uint16": "gdn_matmul_bfloat16", "int8": "gdn_matmul_int8",
+}  # fmt: skip
+_TREE_ATTENTION, _TREE_DELTA_NET = "gdn_tree_attention", "gdn_tree_delta_net"
+_COMMIT_STATE, _RMS_NORM = "gdn_commit_state", "gdn_rms_norm"
+_LANES = 16  # numbers in the widest vector; a head that is a multiple suits all processors
 
 
 @functools.cache
@@ -38,7 +45,8 @@ def problem() -> str | None:
 
 def _functions(library: Path) -> dict[str, Any]:
     loaded = ctypes.cdll.LoadLibrary(str(library))
-    return {name: getattr(loaded, name) for name in map("gdn_matmul_{}".format, _TARGETS.values())}
+    names = (*_MATMULS.values(), _TREE_ATTENTION, _TREE_DELTA_NET, _COMMIT_STATE, _RMS_NORM)
+    return {name: getattr(loaded, name) for name in names}
 
 
 def matmul(x: Float[Array, "R I"], weight: PackedWeight) -> Float[Array, "R O"]:
@@ -51,14 +59,138 @@ def matmul(x: Float[Array, "R I"], weight: PackedWeight) -> Float[Array, "R O"]:
     Raises:
       ValueError: shapes do not fit, or the kernels cannot be used.
     """
-    if (why := problem()) is not None:
-        raise ValueError(f"native kernels cannot be used: {why}")
+    _require()
     out, inputs = weight.shape
     if x.shape[1] != inputs:
         raise ValueError(f"x has {x.shape[1]} columns, the packed weight {inputs} inputs")
-    name = _TARGETS[str(weight.data.dtype)]
     operands = [x.astype(jnp.float32), weight.data]
     if weight.scales is not None:
         operands += [weight.scales, weight.sums]
     result = jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32)
-    return jax.ffi.ffi_call(f"gdn_matmul_{name}", result)(*operands)
+    return jax.ffi.ffi_call(_MATMULS[str(weight.data.dtype)], result)(*operands)
+
+
+def commit_state(
+    state: Float[Array, "B HV DK DV"],
+    k: Float[Array, "B M HK DK"],
+    u: Float[Array, "B M HV DV"],
+    g: Float[Array, "B M HV"],
+    path: Int[Array, "B P"],
+) -> Float[Array, "B HV DK DV"]:
+    """Take the nodes of a path into the state one by one, as `tree_delta_net` did on its way.
+
+    Args:
+      path: as in `gdn.cache.commit`.
+    """
+    _require(*state.shape[2:])
+    call = jax.ffi.ffi_call(
+        _COMMIT_STATE, jax.ShapeDtypeStruct(state.shape, jnp.float32), input_output_aliases={0: 0}
+    )
+    return call(state, k, u, g, path)
+
+
+def rms_norm(
+    x: Float[Array, "*batch D"], weight: Float[Array, " D"], eps: float, offset: float
+) -> Float[Array, "*batch D"]:
+    """Return x / sqrt(mean(x^2) + eps) * (weight + offset), each row's bits its own."""
+    _require()
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    call = jax.ffi.ffi_call(_RMS_NORM, jax.ShapeDtypeStruct(rows.shape, jnp.float32))
+    normed = call(rows, weight.astype(jnp.float32), eps=np.float32(eps), offset=np.float32(offset))
+    return normed.reshape(x.shape)
+
+
+def has_heads_of(*sizes: int) -> bool:
+    """Tell whether `tree_attention` and `tree_delta_net` take heads of these sizes."""
+    return all(size % _LANES == 0 for size in sizes)
+
+
+def tree_attention(
+    q: Float[Array, "B M N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    start: Int[Array, " B"],
+    own_k: Float[Array, "B K M H"],
+    own_v: Float[Array, "B K M H"],
+    ancestors: Bool[Array, "B M M"],
+) -> Float[Array, "B M N H"]:
+    """Attend from the nodes of a tree over `start` committed keys, and each over its ancestors.
+
+    The softmax runs over keys in the order of their positions. A node's bits depend on the keys
+    that it sees alone: not on the other nodes, nor on which of its keys are committed.
+
+    Raises:
+      ValueError: heads are of another size than the kernels take, or these cannot be used.
+    """
+    _require(q.shape[-1])
+    operands = (*(x.astype(jnp.float32) for x in (q, k, v)), start)
+    operands += (own_k.astype(jnp.float32), own_v.astype(jnp.float32), ancestors)
+    result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    return jax.ffi.ffi_call(_TREE_ATTENTION, result)(*operands)
+
+
+class DeltaNetWeights(NamedTuple):
+    """What a Gated DeltaNet layer has between its projections."""
+
+    taps: Float[Array, "E W"]  # of the convolution
+    a_log: Float[Array, " HV"]
+    dt_bias: Float[Array, " HV"]
+    norm: Float[Array, " DV"]
+
+
+class DeltaNetOutput(NamedTuple):
+    """What each node gives to the output projection, and what it would write into the state."""
+
+    out: Float[Array, "B M HV DV"]  # normed and gated
+    k: Float[Array, "B M HK DK"]
+    u: Float[Array, "B M HV DV"]
+    g: Float[Array, "B M HV"]
+
+
+def tree_delta_net(
+    inputs: Float[Array, "B M E"],
+    window: Float[Array, "B P E"],
+    a: Float[Array, "B M HV"],
+    b: Float[Array, "B M HV"],
+    z: Float[Array, "B M HV DV"],
+    state: Float[Array, "B HV DK DV"],
+    ancestors: Bool[Array, "B M M"],
+    weights: DeltaNetWeights,
+    key_heads: int,
+    eps: float,
+) -> DeltaNetOutput:
+    """Run a Gated DeltaNet layer between its projections, for all nodes of a tree.
+
+    What `gdn.deltanet` does in XLA with `short_conv_tree`, `tree_delta_rule` and a gated norm, but
+    with the rule applied node by node down each path (arXiv 2412.06464, equation 10). So a node's
+    bits are those of plain decoding along its path, if that is committed by `commit_state`.
+
+    Args:
+      inputs: q, k and v of all heads, before the convolution.
+      window: the P = W - 1 inputs before them, oldest first.
+      a, b: before softplus and sigmoid.
+      z: output gate, before silu.
+
+    Raises:
+      ValueError: heads are of another size than the kernels take, or these cannot be used.
+    """
+    batch, nodes, heads, size = z.shape
+    key_size = state.shape[2]
+    _require(key_size, size)
+    shapes = (z.shape, (batch, nodes, key_heads, key_size), z.shape, (batch, nodes, heads))
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    taps, a_log, dt_bias, norm = weights
+    floats = (inputs, window, taps, a, b, a_log, dt_bias, z, norm, state)
+    floats = (x.astype(jnp.float32) for x in floats)
+    call = jax.ffi.ffi_call(_TREE_DELTA_NET, results)
+    return DeltaNetOutput(*call(*floats, ancestors, eps=np.float32(eps)))
+
+
+def _require(*head_sizes: int) -> None:
+    if (why := problem()) is not None:
+        raise ValueError(f"native kernels cannot be used: {why}")
+    if not has_heads_of(*head_sizes):
+        raise ValueError(
+            f"native kernels take heads of a multiple of {_LANES} numbers, got"
+            f" {' and '.join(map(str, head_sizes))}"
+        )

@@ -2,12 +2,16 @@
 
 #include <atomic>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <thread>
 #include <type_traits>
 
-#include "kernels.h"
+#include "attention.h"
+#include "delta_net.h"
+#include "norm.h"
+#include "products.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -101,6 +105,138 @@ ffi::Error scaled(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   return multiply<gdn::Int8>(pool, x.typed_data(), w, x.dimensions()[0], y->typed_data());
 }
 
+using Floats = ffi::Buffer<ffi::F32>;
+constexpr int64_t kSmall = 1 << 17;  // multiply-adds that are not worth waking a thread
+
+bool has_shape(ffi::Span<const int64_t> found, std::initializer_list<int64_t> wanted) {
+  return std::equal(found.begin(), found.end(), wanted.begin(), wanted.end());
+}
+
+// q, out [B, T, N, H]; k, v [B, K, S, H]; start [B]; own_k, own_v [B, K, T, H]; ancestors [B, T, T].
+ffi::Error attend_tree(ffi::ThreadPool pool, Floats q, Floats k, Floats v,
+                       ffi::Buffer<ffi::S32> start, Floats own_k, Floats own_v,
+                       ffi::Buffer<ffi::PRED> ancestors, ffi::ResultBuffer<ffi::F32> out) {
+  const auto qs = q.dimensions(), ks = k.dimensions();
+  if (qs.size() != 4 || ks.size() != 4)
+    return ffi::Error::InvalidArgument("native attention: q and k must have four axes");
+  const int64_t batch = qs[0], nodes = qs[1], size = qs[3], key_heads = ks[1];
+  const auto cached = {batch, key_heads, ks[2], size}, own = {batch, key_heads, nodes, size};
+  if (!has_shape(ks, cached) || !has_shape(v.dimensions(), cached) || key_heads < 1 ||
+      qs[2] % key_heads || !has_shape(start.dimensions(), {batch}) ||
+      !has_shape(own_k.dimensions(), own) || !has_shape(own_v.dimensions(), own) ||
+      !has_shape(ancestors.dimensions(), {batch, nodes, nodes}) ||
+      !has_shape(out->dimensions(), {batch, nodes, qs[2], size}))
+    return ffi::Error::InvalidArgument("native attention: shapes do not fit together");
+  if (size < 1 || size % gdn::kLanes)
+    return ffi::Error::InvalidArgument("native attention: heads of " + std::to_string(size) +
+                                       " numbers, expected a multiple of " +
+                                       std::to_string(gdn::kLanes));
+  for (int64_t b = 0; b < batch; ++b)
+    if (start.typed_data()[b] < 0 || start.typed_data()[b] > ks[2])
+      return ffi::Error::InvalidArgument("native attention: more keys than the cache has room for");
+  const gdn::TreeAttention call{q.typed_data(), k.typed_data(), v.typed_data(),
+                                start.typed_data(), own_k.typed_data(), own_v.typed_data(),
+                                ancestors.typed_data(), out->typed_data(), batch, nodes,
+                                qs[2], key_heads, ks[2], size};
+  const int64_t chunks = call.chunks(), pairs = batch * key_heads;
+  int64_t keys = 0;
+  for (int64_t b = 0; b < batch; ++b) keys += start.typed_data()[b] + nodes;
+  const bool is_small = 2 * keys * nodes * qs[2] * size < kSmall;
+  const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
+  std::vector<gdn::Partial> parts(pairs * chunks);
+  const auto join = [&](int64_t pair) {
+    gdn::join(call, pair / key_heads, pair % key_heads, &parts[pair * chunks], chunks);
+  };
+  run_tasks(pool, threads, pairs * chunks, [&](int64_t i) {
+    parts[i] = gdn::attend(call, i / chunks / key_heads, i / chunks % key_heads, i % chunks);
+    if (chunks == 1) join(i);
+  });
+  if (chunks > 1) run_tasks(pool, threads, pairs, join);
+  return ffi::Error::Success();
+}
+
+// Shapes as in `TreeDeltaNet`; z and out are [B, M, HV, DV].
+ffi::Error mix_tree(ffi::ThreadPool pool, Floats inputs, Floats window, Floats taps, Floats a,
+                    Floats b, Floats a_log, Floats dt_bias, Floats z, Floats norm, Floats state,
+                    ffi::Buffer<ffi::PRED> ancestors, ffi::ResultBuffer<ffi::F32> out,
+                    ffi::ResultBuffer<ffi::F32> k, ffi::ResultBuffer<ffi::F32> u,
+                    ffi::ResultBuffer<ffi::F32> g, float eps) {
+  const auto outs = out->dimensions(), ks = k->dimensions(), ts = taps.dimensions();
+  if (outs.size() != 4 || ks.size() != 4 || ts.size() != 2)
+    return ffi::Error::InvalidArgument("native DeltaNet: wrong number of axes");
+  const int64_t batch = outs[0], nodes = outs[1], heads = outs[2], size = outs[3];
+  const int64_t key_heads = ks[2], key_size = ks[3], width = ts[1];
+  const int64_t channels = 2 * key_heads * key_size + heads * size;
+  if (key_heads < 1 || heads % key_heads || width < 1 ||
+      !has_shape(inputs.dimensions(), {batch, nodes, channels}) ||
+      !has_shape(window.dimensions(), {batch, width - 1, channels}) || ts[0] != channels ||
+      !has_shape(a.dimensions(), {batch, nodes, heads}) ||
+      !has_shape(b.dimensions(), {batch, nodes, heads}) ||
+      !has_shape(a_log.dimensions(), {heads}) || !has_shape(dt_bias.dimensions(), {heads}) ||
+      !has_shape(z.dimensions(), {batch, nodes, heads, size}) ||
+      !has_shape(norm.dimensions(), {size}) ||
+      !has_shape(state.dimensions(), {batch, heads, key_size, size}) ||
+      !has_shape(ancestors.dimensions(), {batch, nodes, nodes}) ||
+      !has_shape(ks, {batch, nodes, key_heads, key_size}) ||
+      !has_shape(u->dimensions(), {batch, nodes, heads, size}) ||
+      !has_shape(g->dimensions(), {batch, nodes, heads}))
+    return ffi::Error::InvalidArgument("native DeltaNet: shapes do not fit together");
+  if (size < 1 || key_size < 1 || size % gdn::kLanes || key_size % gdn::kLanes)
+    return ffi::Error::InvalidArgument("native DeltaNet: heads must be multiples of " +
+                                       std::to_string(gdn::kLanes) + " numbers");
+  const gdn::TreeDeltaNet call{
+      inputs.typed_data(), window.typed_data(), taps.typed_data(), a.typed_data(), b.typed_data(),
+      a_log.typed_data(), dt_bias.typed_data(), z.typed_data(), norm.typed_data(),
+      state.typed_data(), ancestors.typed_data(), out->typed_data(), k->typed_data(),
+      u->typed_data(), g->typed_data(), batch, nodes, key_heads, heads, key_size, size, width, eps};
+  const bool is_small = 2 * batch * nodes * heads * key_size * size < kSmall;
+  const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
+  run_tasks(pool, threads, batch * key_heads,
+            [&](int64_t i) { gdn::mix_key_head(call, i / key_heads, i % key_heads); });
+  return ffi::Error::Success();
+}
+
+// state, next [B, HV, DK, DV], one buffer; k, u, g of M nodes as in `Commit`; path [B, P].
+ffi::Error commit_path(ffi::ThreadPool pool, Floats state, Floats k, Floats u, Floats g,
+                       ffi::Buffer<ffi::S32> path, ffi::ResultBuffer<ffi::F32> next) {
+  const auto s = state.dimensions(), ks = k.dimensions(), ps = path.dimensions();
+  if (s.size() != 4 || ks.size() != 4 || ps.size() != 2)
+    return ffi::Error::InvalidArgument("native commit: wrong number of axes");
+  const int64_t batch = s[0], heads = s[1], key_size = s[2], size = s[3], nodes = ks[1];
+  if (!has_shape(ks, {batch, nodes, ks[2], key_size}) || ks[2] < 1 || heads % ks[2] ||
+      !has_shape(u.dimensions(), {batch, nodes, heads, size}) ||
+      !has_shape(g.dimensions(), {batch, nodes, heads}) || ps[0] != batch ||
+      size % gdn::kLanes || !has_shape(next->dimensions(), {batch, heads, key_size, size}))
+    return ffi::Error::InvalidArgument("native commit: shapes do not fit together");
+  for (int64_t i = 0; i < batch * ps[1]; ++i)
+    if (path.typed_data()[i] >= nodes)
+      return ffi::Error::InvalidArgument("native commit: the path has a node that is not there");
+  if (next->typed_data() != state.typed_data())
+    std::copy_n(state.typed_data(), state.element_count(), next->typed_data());
+  const gdn::Commit call{k.typed_data(), u.typed_data(), g.typed_data(), path.typed_data(),
+                         next->typed_data(), batch, nodes, ps[1], ks[2], heads, key_size, size};
+  const bool is_small = batch * heads * key_size * size < kSmall;
+  const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
+  run_tasks(pool, threads, batch * heads,
+            [&](int64_t i) { gdn::commit(call, i / heads, i % heads); });
+  return ffi::Error::Success();
+}
+
+ffi::Error norm_rows(ffi::ThreadPool pool, Floats x, Floats weight,
+                     ffi::ResultBuffer<ffi::F32> out, float eps, float offset) {
+  const auto xs = x.dimensions();
+  if (xs.size() != 2 || xs[1] < 1 || !has_shape(weight.dimensions(), {xs[1]}) ||
+      !has_shape(out->dimensions(), {xs[0], xs[1]}))
+    return ffi::Error::InvalidArgument("native norm: shapes do not fit together");
+  const bool is_small = xs[0] * xs[1] < kSmall;
+  const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
+  run_tasks(pool, threads, xs[0], [&](int64_t row) {
+    gdn::rms_norm(x.typed_data() + row * xs[1], weight.typed_data(), xs[1], eps, offset,
+                  out->typed_data() + row * xs[1]);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_float32, (plain<gdn::Float32, ffi::F32>),
@@ -125,3 +261,54 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_int8, scaled,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_tree_attention, attend_tree,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_tree_delta_net, mix_tree,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_rms_norm, norm_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_commit_state, commit_path,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<Floats>());

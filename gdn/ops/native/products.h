@@ -6,64 +6,18 @@
 // summed by one thread over the groups in order, so a row's bits depend neither on the other rows
 // nor on the number of threads.
 //
-// Vectors are the compiler's own (GCC and Clang), as wide as the processor compiled for; only the
-// dot products of int8 are intrinsics, with a portable form beside them that sums the same numbers.
-// This file knows nothing of XLA.
+// Only the dot products of int8 are intrinsics, with a portable form beside them that sums the same
+// numbers. This file knows nothing of XLA.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-#endif
-
-#ifndef GDN_PORTABLE  // defined by tests: 4 lanes, no intrinsics
-#define GDN_PORTABLE 0
-#endif
+#include "vectors.h"
 
 namespace gdn {
 
-// AVX-512 without its int8 instructions gains less from wide vectors than int8 loses by them.
-#if !GDN_PORTABLE && defined(__AVX512F__) && defined(__AVX512VNNI__)
-#define GDN_LANES 16
-#elif !GDN_PORTABLE && defined(__AVX2__)
-#define GDN_LANES 8
-#else
-#define GDN_LANES 4
-#endif
-constexpr int kLanes = GDN_LANES;
-#if GDN_LANES == 16 || defined(__aarch64__)
-constexpr int kRegisters = 32;
-#else
-constexpr int kRegisters = 16;
-#endif
 constexpr int kPanel = 16, kParts = kPanel / kLanes;  // outputs of a panel, vectors that hold them
-
-// May alias and be unaligned: buffers are only known to hold their element type.
-typedef float Floats __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-
-// Hides from the compiler where a vector came from, so that it stays in its register: GCC would
-// load weights from memory once for every row.
-template <class V>
-inline V keep(V value) {
-#if defined(__AVX512F__)
-  __asm__("" : "+v"(value));  // any of the 32 registers
-#elif defined(__x86_64__)
-  __asm__("" : "+x"(value));
-#elif defined(__aarch64__)
-  __asm__("" : "+w"(value));
-#endif
-  return value;
-}
-
-inline Floats spread(float x) { return x - Floats{}; }  // in all lanes; -0.0 stays -0.0
 
 // A matrix type says how a group of weights is read (`Weight`), what is kept of a group of
 // activations (`kWords` of `Word`), how they are spread over the lanes (`Factor`), and how both

@@ -1,0 +1,85 @@
+// Vectors of the compiler's own (GCC and Clang), as wide as the processor compiled for.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+#ifndef GDN_PORTABLE  // defined by tests: 4 lanes, no intrinsics
+#define GDN_PORTABLE 0
+#endif
+
+namespace gdn {
+
+// AVX-512 without its int8 instructions gains less from wide vectors than int8 loses by them.
+#if !GDN_PORTABLE && defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define GDN_LANES 16
+#elif !GDN_PORTABLE && defined(__AVX2__)
+#define GDN_LANES 8
+#else
+#define GDN_LANES 4
+#endif
+constexpr int kLanes = GDN_LANES;
+#if GDN_LANES == 16 || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
+// May alias and be unaligned: buffers are only known to hold their element type.
+typedef float Floats __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+// Hides from the compiler where a vector came from, so that it stays in its register: GCC would
+// load weights from memory once for every row.
+template <class V>
+inline V keep(V value) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(value));  // any of the 32 registers
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(value));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(value));
+#endif
+  return value;
+}
+
+inline const Floats& at(const float* p) { return *reinterpret_cast<const Floats*>(p); }
+inline Floats& at(float* p) { return *reinterpret_cast<Floats*>(p); }
+
+inline Floats spread(float x) { return x - Floats{}; }  // in all lanes; -0.0 stays -0.0
+
+// Adds up the lanes, always in the same order.
+inline float total(Floats x) {
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &x, sizeof(x));
+  for (int width = kLanes / 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+}
+
+// e^x for x <= 0 to one part in 10^7, and exactly 1 at 0; 0 below -87. NaN stays NaN.
+// x = n ln 2 + r; the coefficients for e^r are those of Cephes' expf.
+inline Floats exponential(Floats x) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats shifted = x * 1.44269504f + kMagic, n = shifted - kMagic;
+  Floats r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = keep(p * r) * r + r + 1.0f;
+  const Floats power = (Floats)(((Words)shifted + 127u) << 23);
+  return x < -87.0f ? Floats{} : p * power;
+}
+
+}  // namespace gdn
