@@ -49,7 +49,8 @@ class Packer:
 
         Returns:
           None where it does: products, norms, attention and the delta rule are then the native
-          ones, which round a token's numbers alike whatever tokens and rows are beside it.
+          ones, which round a token's numbers alike whatever tokens and rows are beside it. What XLA
+          still does is elementwise (RoPE, SiLU, gates), and keys and values are float32.
         """
         sizes = {
             "full_attention": (cfg.head_dim,),

@@ -118,8 +118,9 @@ std::unique_ptr<bool[]> random_tree(int64_t nodes, std::mt19937& random) {
 
 // A tree of nodes over S committed keys, against one softmax in float64; and each node alone, with
 // its ancestors among the committed keys, which must give the same bits.
-void check_attention(int64_t size, int64_t start, int64_t nodes, std::mt19937& random) {
-  const int64_t group = 3, key_heads = 2, heads = group * key_heads, capacity = start + nodes;
+void check_attention(int64_t size, int64_t group, int64_t start, int64_t nodes,
+                     std::mt19937& random) {
+  const int64_t key_heads = 2, heads = group * key_heads, capacity = start + nodes;
   const auto q = normal(nodes * heads * size, random);
   const auto own_k = normal(key_heads * nodes * size, random),
              own_v = normal(key_heads * nodes * size, random);
@@ -186,8 +187,8 @@ void check_attention(int64_t size, int64_t start, int64_t nodes, std::mt19937& r
   }
   if (!(worst <= 2e-6) || !is_independent) {
     ++failures;
-    std::printf("attention size=%ld start=%ld nodes=%ld: error %.2g%s\n", long(size), long(start),
-                long(nodes), worst, is_independent ? "" : ", nodes depend on each other");
+    std::printf("attention size=%ld group=%ld start=%ld nodes=%ld: error %.2g%s\n", long(size), long(group),
+                long(start), long(nodes), worst, is_independent ? "" : ", nodes depend on each other");
   }
 }
 
@@ -281,7 +282,8 @@ int main() {
       }
   for (int64_t size : {16, 80})
     for (int64_t start : {0, 31, 33, 1021, 2050})
-      for (int64_t nodes : {1, 9}) check_attention(size, start, nodes, random);
+      for (int64_t nodes : {1, 8}) check_attention(size, 1 + start % 4, start, nodes, random);
+  for (int64_t group : {1, 2, 3, 4}) check_attention(48, group, 61, 8, random);
   for (int64_t nodes : {1, 2, 9}) {
     check_delta_net(16, 16, nodes, random);
     check_delta_net(48, 144, nodes, random);

@@ -18,8 +18,8 @@ from gdn.packing import Packer
 
 # Heads as the kernels take them, and a head size that fills no vector of any processor alone.
 WIDE = dataclasses.replace(HYBRID, linear_key_head_dim=16, linear_value_head_dim=48)
-WIDE_LLAMA = dataclasses.replace(LLAMA, head_dim=16)
-PARENTS = [[-1, 0, 0, 1, 1, 3, 2], [-1, 0, 1, 2, 3, 4, 5]]  # of two rows
+WIDE_LLAMA = dataclasses.replace(LLAMA, head_dim=48)
+PARENTS = [[-1, 0, 0, 1, 1, 3, 2, 0], [-1, 0, 1, 2, 3, 4, 5, 6]]  # of two rows
 LENGTHS = (37, 30)  # of what is committed: the first tree crosses no block of keys, the second does
 
 
@@ -63,13 +63,13 @@ def test_every_node_has_the_bits_of_plain_decoding_and_so_has_the_cache(cfg, dty
     text = rng.integers(0, cfg.vocab_size, (2, max(LENGTHS))).astype(np.int32)
     _, cache = plainly(run, init_cache(cfg, 2, 64), text, LENGTHS)
 
-    nodes = rng.integers(0, cfg.vocab_size, (2, 7)).astype(np.int32)
+    nodes = rng.integers(0, cfg.vocab_size, (2, 8)).astype(np.int32)
     parents = jnp.asarray(PARENTS, jnp.int32)
     ancestors = np.asarray(tree_from_parents(parents).ancestors)
     for leaves in ((5, 6), (6, 4), (4, 3), (2, 2)):
         paths = [np.flatnonzero(ancestors[row, leaf]) for row, leaf in enumerate(leaves)]
         longest = max(map(len, paths))
-        path = np.full((2, 7), -1, np.int32)
+        path = np.full((2, 8), -1, np.int32)
         tokens = np.zeros((2, longest), np.int32)
         for row, found in enumerate(paths):
             path[row, : len(found)] = found

@@ -24,6 +24,9 @@ from gdn.ops.quantized import quantize, quantized_matmul
 from gdn.ops.tree import commit_state, tree_delta_rule, tree_from_parents
 from gdn.packing import DTYPES
 
+SANITIZERS = (
+    "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+)  # fmt: skip
 SIZES = ((1, 1), (16, 4), (17, 5), (100, 33), (333, 129))
 needs_kernels = pytest.mark.skipif(
     not any(map(shutil.which, compiler.COMPILERS)), reason="no C++ compiler"
@@ -145,6 +148,8 @@ def test_attention_says_what_it_cannot_do():
     wide = [jnp.concatenate([x, x], axis=-1) for x in (q, kv, own)]
     with pytest.raises(Exception, match="more keys than the cache has room for"):
         native.tree_attention(wide[0], wide[1], wide[1], start + 2, wide[2], wide[2], mask)
+    with pytest.raises(Exception, match="nodes must be their own ancestors, and parents before"):
+        native.tree_attention(wide[0], wide[1], wide[1], start, wide[2], wide[2], ~mask)
 
 
 def test_int8_rounds_each_row_to_127_steps_and_zero_rows_to_zero():
@@ -229,12 +234,20 @@ def test_processes_that_start_at_once_build_one_library_and_one_cut_short_is_mad
 
 
 @needs_kernels
-@pytest.mark.parametrize("flags", [["-march=native"], ["-DGDN_PORTABLE=1", "-DGDN_OFFSET=128"]])
-def test_no_byte_too_many_is_touched(flags, tmp_path):
-    """Under the address and undefined-behaviour sanitizers; also the forms for other processors."""
+@pytest.mark.parametrize(
+    "flags",
+    [
+        compiler.FLAGS,  # as it is used
+        ("-march=native", *SANITIZERS),
+        ("-DGDN_PORTABLE=1", "-DGDN_OFFSET=128", *SANITIZERS),  # as on other processors
+    ],
+    ids=["shipped", "native", "portable"],
+)
+def test_kernels_are_right_bit_for_bit_where_they_should_and_touch_no_byte_too_many(
+    flags, tmp_path
+):
     source, program = Path(__file__).parent / "native_check.cc", tmp_path / "check"
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    command = [compiler.find_compiler(), "-std=c++17", "-O1", *flags, *sanitizers]
+    command = [compiler.find_compiler(), "-std=c++17", *flags]
     command += ["-I", str(compiler.SOURCES), str(source), "-o", str(program)]
     compiled = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in compiled.stderr:

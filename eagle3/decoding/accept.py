@@ -1,13 +1,14 @@
 """Which of the verified candidates become text: exact for greedy decoding and for sampling.
 
-The rule for a node with children of distinct tokens c_1, c_2, ... and target distribution p is:
-accept c_1 with probability p(c_1), else take it out of p, renormalise and go on; what is left of p
-gives the token if none is accepted (arXiv 2401.15077, with the draft's q a point mass, as its
-tokens are picks and not draws). Child c_i is then accepted with probability p(c_i), and any other
-token is drawn with its own p. That is a draw y ~ p and a look whether y is among the children,
-which is how it is done here: the token at every place is drawn as plain decoding draws it, so the
-text is the same token for token, not just in distribution. Greedy decoding is the same with y the
-most likely token.
+The token at every place is drawn as plain decoding draws it, from prompt, text so far, parameters,
+seed and place, and then looked for among the node's children. What was proposed has no say in it:
+the text is that of plain decoding token for token, not just in distribution, also where the draft
+looked at the noise of the draw (`Foresight` in `sampling.py`). Greedy decoding is the same with
+the most likely token.
+
+For children that do not depend on the draw this is the sequential rule of SpecInfer and EAGLE
+(arXiv 2401.15077) with the draft's q a point mass: accept c_1 with probability p(c_1), else take it
+out of p, renormalise and go on; what is left of p gives the token if none is accepted.
 
 Nodes are visited one by one down the path, so penalties count the tokens of that very path, and
 only visited nodes are sampled from.

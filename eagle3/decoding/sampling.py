@@ -236,11 +236,16 @@ def gumbel_noise(
 ) -> Float[Array, "B V"]:
     """Return what decides the draw at a place of each row's answer, of all tokens.
 
-    Made from 24 bits each: what is less likely than one in 10^7 is not drawn in exact proportion.
+    -log(-log1p(-v)) with v from 32 bits: fine where it decides, at the greatest noises, so tokens
+    down to one in 10^9 come as often as they should.
     """
-    return jax.vmap(lambda key, n: jax.random.gumbel(jax.random.fold_in(key, n), (vocab_size,)))(
-        keys, place
-    )
+
+    def of_row(key, n):
+        bits = jax.random.bits(jax.random.fold_in(key, n), (vocab_size,), jnp.uint32)
+        v = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+        return -jnp.log(-jnp.log1p(-jnp.minimum(v, 1 - 2.0**-24)))
+
+    return jax.vmap(of_row)(keys, place)
 
 
 def draw(weights: Float[Array, "B V"], noise: Float[Array, "B V"]) -> Int[Array, " B"]:

@@ -21,7 +21,8 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class Tree(NamedTuple):
-    """Candidate tokens hung on the last committed one. Node order is free.
+    """Candidate tokens hung on the last committed one. Node order is free, but for the native
+    kernels, which want parents before children, as `tree_from_parents` makes them.
 
     A padded node has only itself for an ancestor and is nobody's ancestor; it changes nothing else.
     """

@@ -119,6 +119,9 @@ def tree_attention(
     The softmax runs over keys in the order of their positions. A node's bits depend on the keys
     that it sees alone: not on the other nodes, nor on which of its keys are committed.
 
+    Args:
+      ancestors: as in `Tree`, with parents before their children.
+
     Raises:
       ValueError: heads are of another size than the kernels take, or these cannot be used.
     """
@@ -170,6 +173,7 @@ def tree_delta_net(
       window: the P = W - 1 inputs before them, oldest first.
       a, b: before softplus and sigmoid.
       z: output gate, before silu.
+      ancestors: as in `Tree`, with parents before their children.
 
     Raises:
       ValueError: heads are of another size than the kernels take, or these cannot be used.

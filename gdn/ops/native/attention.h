@@ -61,7 +61,7 @@ void inner(const float* const* queries, const float* const* keys, int64_t size,
     for (int j = 0; j < J; ++j) {
       const Floats key = keep(at(keys[j] + h));
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r][j] += at(queries[r] + h) * key;
+      for (int r = 0; r < R; ++r) sums[r][j] = fused(at(queries[r] + h), key, sums[r][j]);
     }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -77,14 +77,13 @@ void weigh(float* values, int64_t size, const float* fade, const float (*weights
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int w = 0; w < W; ++w)  // kept: what is joined with the first product must not vary
-      sums[r][w] = keep(at(values + r * size + h + w * kLanes) * fade[r]);
+    for (int w = 0; w < W; ++w) sums[r][w] = at(values + r * size + h + w * kLanes) * fade[r];
   for (int j = 0; j < count; ++j)
 #pragma GCC unroll 4
     for (int w = 0; w < W; ++w) {
       const Floats value = keep(at(v[j] + h + w * kLanes));
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r][w] += value * weights[r][j];
+      for (int r = 0; r < R; ++r) sums[r][w] = fused(value, spread(weights[r][j]), sums[r][w]);
     }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -109,7 +108,7 @@ inline float soften(float* scores, int count, float scale, float& top, float& su
     sums += at(scores + j);
   }
   const float fade = exponential(spread(top - next))[0];
-  sum = keep(spread(sum * fade))[0] + total(sums);
+  sum = sum * fade + total(sums);
   top = next;
   return fade;
 }

@@ -50,7 +50,7 @@ inline Floats sigmoid(Floats x) {
 
 inline float dot(const float* x, const float* y, int64_t size) {
   Floats sum{};
-  for (int64_t i = 0; i < size; i += kLanes) sum += at(x + i) * at(y + i);
+  for (int64_t i = 0; i < size; i += kLanes) sum = fused(at(x + i), at(y + i), sum);
   return total(sum);
 }
 
@@ -70,7 +70,7 @@ inline void convolve(const TreeDeltaNet& call, int64_t b, const Paths& paths, in
           ? call.window + (b * (width - 1) + width - 1 + place) * channels
           : call.inputs + (b * call.nodes + paths[i][place]) * channels;
       for (int64_t c = 0; c < count; c += kLanes)
-        at(out + c) += at(row + first + c) * at(&taps[t * count + c]);
+        at(out + c) = fused(at(row + first + c), at(&taps[t * count + c]), at(out + c));
     }
     for (int64_t c = 0; c < count; c += kLanes) at(out + c) = at(out + c) * sigmoid(at(out + c));
   }
@@ -93,14 +93,14 @@ void read_columns(const float* x, const float* state, int64_t rows, int64_t size
   for (int w = 0; w < W; ++w) sums[w] = at(r + w * kLanes);
   for (int64_t d = 0; d < rows; ++d)
 #pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) sums[w] += at(state + d * size + w * kLanes) * x[d];
+    for (int w = 0; w < W; ++w) sums[w] = fused(at(state + d * size + w * kLanes), spread(x[d]), sums[w]);
 #pragma GCC unroll 8
   for (int w = 0; w < W; ++w) at(r + w * kLanes) = sums[w];
 }
 
-// state = state * decay + k u^T, in one order of rounding everywhere.
+// state * decay + k u^T, rounded alike wherever it is computed.
 inline Floats advance(Floats state, float decay, float k, Floats u) {
-  return keep(state * decay) + u * k;
+  return fused(u, spread(k), state * decay);
 }
 
 // o += q . after for some rows of the state after a token; `after` may be `before`, or null.
@@ -116,7 +116,7 @@ void write_columns(const float* before, float* after, float decay, const float* 
       const int64_t place = d * size + w * kLanes;
       const Floats value = advance(at(before + place), decay, k[d], at(u + w * kLanes));
       if (after != nullptr) at(after + place) = value;
-      sums[w] += value * q[d];
+      sums[w] = fused(value, spread(q[d]), sums[w]);
     }
 #pragma GCC unroll 4
   for (int w = 0; w < W; ++w) at(o + w * kLanes) = sums[w];

@@ -49,11 +49,12 @@ void run_tasks(ffi::ThreadPool& pool, int64_t threads, int64_t count,
     if (spins > 1000) std::this_thread::yield();
 }
 
+constexpr int64_t kSmall = 1 << 17;  // multiply-adds that are not worth waking a thread
+
 template <class M>
 ffi::Error multiply(ffi::ThreadPool& pool, const float* x, gdn::Matrix<M> w, int64_t rows,
                     float* y) {
-  constexpr int64_t kSmall = 1 << 15;  // multiply-adds that are not worth waking a thread
-  const bool is_small = rows * w.in * w.out < kSmall;
+  const bool is_small = rows * w.in * w.out < kSmall / 4;  // and their rows have to be packed
   const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
   const gdn::Activations<M> activations(x, rows, w.in);
   const int64_t size = gdn::panels_per_task(w, rows, threads), panels = w.panels();
@@ -106,11 +107,22 @@ ffi::Error scaled(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
 }
 
 using Floats = ffi::Buffer<ffi::F32>;
-constexpr int64_t kSmall = 1 << 17;  // multiply-adds that are not worth waking a thread
 
 bool has_shape(ffi::Span<const int64_t> found, std::initializer_list<int64_t> wanted) {
   return std::equal(found.begin(), found.end(), wanted.begin(), wanted.end());
 }
+
+// Says whether nodes have themselves for ancestors and none that comes after them.
+bool is_ordered(const ffi::Buffer<ffi::PRED>& ancestors) {
+  const int64_t nodes = ancestors.dimensions()[1], rows = ancestors.dimensions()[0] * nodes;
+  for (int64_t i = 0; i < rows; ++i) {
+    const bool* row = ancestors.typed_data() + i * nodes;
+    if (!row[i % nodes] || std::any_of(row + i % nodes + 1, row + nodes, [](bool x) { return x; }))
+      return false;
+  }
+  return true;
+}
+constexpr char kDisorder[] = ": nodes must be their own ancestors, and parents before children";
 
 // q, out [B, T, N, H]; k, v [B, K, S, H]; start [B]; own_k, own_v [B, K, T, H]; ancestors [B, T, T].
 ffi::Error attend_tree(ffi::ThreadPool pool, Floats q, Floats k, Floats v,
@@ -131,6 +143,8 @@ ffi::Error attend_tree(ffi::ThreadPool pool, Floats q, Floats k, Floats v,
     return ffi::Error::InvalidArgument("native attention: heads of " + std::to_string(size) +
                                        " numbers, expected a multiple of " +
                                        std::to_string(gdn::kLanes));
+  if (!is_ordered(ancestors))
+    return ffi::Error::InvalidArgument(std::string("native attention") + kDisorder);
   for (int64_t b = 0; b < batch; ++b)
     if (start.typed_data()[b] < 0 || start.typed_data()[b] > ks[2])
       return ffi::Error::InvalidArgument("native attention: more keys than the cache has room for");
@@ -184,6 +198,8 @@ ffi::Error mix_tree(ffi::ThreadPool pool, Floats inputs, Floats window, Floats t
   if (size < 1 || key_size < 1 || size % gdn::kLanes || key_size % gdn::kLanes)
     return ffi::Error::InvalidArgument("native DeltaNet: heads must be multiples of " +
                                        std::to_string(gdn::kLanes) + " numbers");
+  if (!is_ordered(ancestors))
+    return ffi::Error::InvalidArgument(std::string("native DeltaNet") + kDisorder);
   const gdn::TreeDeltaNet call{
       inputs.typed_data(), window.typed_data(), taps.typed_data(), a.typed_data(), b.typed_data(),
       a_log.typed_data(), dt_bias.typed_data(), z.typed_data(), norm.typed_data(),

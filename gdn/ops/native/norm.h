@@ -15,9 +15,9 @@ inline void rms_norm(const float* x, const float* weight, int64_t size, float ep
     return values;
   };
   Floats squares{};
-  for (int64_t i = 0; i < whole; i += kLanes) squares += at(x + i) * at(x + i);
+  for (int64_t i = 0; i < whole; i += kLanes) squares = fused(at(x + i), at(x + i), squares);
   const Floats tail = last(x);
-  squares += tail * tail;
+  squares = fused(tail, tail, squares);
   const float scale = 1.0f / std::sqrt(total(squares) / float(size) + eps);
   for (int64_t i = 0; i < whole; i += kLanes)
     at(out + i) = at(x + i) * scale * (at(weight + i) + offset);

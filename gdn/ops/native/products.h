@@ -32,7 +32,7 @@ struct Float32 {
   static constexpr int kGroup = 1, kWords = 1, kMaxRows = kLanes == 16 ? 8 : 6;
   static Weight load(const void* p) { return keep(*static_cast<const Floats*>(p)); }
   static Factor factor(const Word* x) { return keep(spread(x[0])); }
-  static void add(Sum& sum, Weight w, Factor x) { sum += w * x; }
+  static void add(Sum& sum, Weight w, Factor x) { sum = fused(w, x, sum); }
 };
 
 // Two weights share a word: the upper half of a float32 is a bfloat16. Activations stay float32:
@@ -53,8 +53,7 @@ struct BFloat16 {
   }
   static Factor factor(const Word* x) { return {keep(spread(x[0])), keep(spread(x[1]))}; }
   static void add(Sum& sum, Weight w, Factor x) {
-    sum += w.even * x.even;
-    sum += w.odd * x.odd;
+    sum = fused(w.odd, x.odd, fused(w.even, x.even, sum));
   }
 };
 

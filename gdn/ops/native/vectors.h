@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef GDN_PORTABLE  // defined by tests: 4 lanes, no intrinsics
@@ -55,6 +57,20 @@ inline Floats& at(float* p) { return *reinterpret_cast<Floats*>(p); }
 
 inline Floats spread(float x) { return x - Floats{}; }  // in all lanes; -0.0 stays -0.0
 
+// a b + c, rounded once where the processor can. Spelt out, with contraction by the compiler off: GCC
+// fuses a chain of sums in one template and not in another, and then their bits differ.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if GDN_LANES == 16
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif GDN_LANES == 8 && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
 // Adds up the lanes, always in the same order.
 inline float total(Floats x) {
   typedef float Four __attribute__((vector_size(16)));
@@ -70,14 +86,11 @@ inline float total(Floats x) {
 inline Floats exponential(Floats x) {
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = x * 1.44269504f + kMagic, n = shifted - kMagic;
-  Floats r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = keep(p * r) * r + r + 1.0f;
+  const Floats r = fused(n, spread(2.12194440e-4f), fused(n, spread(-0.693359375f), x));
+  Floats p = fused(r, spread(1.9875691500e-4f), spread(1.3981999507e-3f));
+  for (const float next : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fused(p, r, spread(next));
+  p = fused(p * r, r, r) + 1.0f;
   const Floats power = (Floats)(((Words)shifted + 127u) << 23);
   return x < -87.0f ? Floats{} : p * power;
 }
