@@ -3,21 +3,23 @@
     python benchmarks/acceptance.py --target DIR --draft DIR --prompts FILE.jsonl
     python benchmarks/acceptance.py     # generated models of random weights: does it run
 
-The engine drafts picks, its draft's likeliest tokens, and looks whether what the target draws is
-among them (`eagle3/decoding/accept.py`). Others draw the drafts from q, what the draft believes,
-and accept with a rule that knows q: token by token (arXiv 2211.17192; in a tree the recursive
-rejection of SpecInfer, arXiv 2305.09781), as a block (arXiv 2403.10444), or from the leaves of a
-tree to its root (traversal verification, arXiv 2505.12398). Here all of them see the same contexts.
+Picks are a draft's likeliest tokens; the engine drafts them where the target is greedy, and looks
+whether the target's token is among them (`eagle3/decoding/accept.py`). Others draw the drafts from
+q, what the draft believes, and accept with a rule that knows q: token by token (arXiv 2211.17192;
+in a tree the recursive rejection of SpecInfer, arXiv 2305.09781), as a block (arXiv 2403.10444), or
+from the leaves of a tree to its root (traversal verification, arXiv 2505.12398). Here all of them
+see the same contexts.
 
 For picks no rule can do better than the engine's, see `acceptance_rules.py`. Draws are another
 matter: a draw is accepted with probability sum min(p, q), the overlap of the two, a pick with max p
 at best. A draft that knows the target's spread gains by drawing; one that only knows the likeliest
 token does not. A tree of picks has the sum of p over its children instead, and spends its nodes
 where q is high; a tree of draws has to settle how many children a node gets before it draws them.
-And with draws from q the text depends on the draft, even for the same seed. The last rule avoids
-that: draft and target add the same Gumbel noise to their log-probabilities, one vector a place, and
-take the maximum (arXiv 2408.07978). The target's draw is then what it is whatever was drafted, the
-engine's rule checks it as it stands, and the draft may grow its tree by what it knows of the noise.
+And with draws from q the text depends on the draft, even for the same seed. Noise that is shared
+avoids that, and is what the engine does where the target draws: draft and target add the same
+Gumbel noise to their log-probabilities, one vector a place, and take the maximum (arXiv
+2408.07978). The target's draw is then what it is whatever was drafted, the engine's rule checks it
+as it stands, and the draft may grow its tree by what it knows of the noise.
 
 Contexts are all places of texts that the target drew, every few tokens. Given a drafted tree the
 expected tokens are exact, a sum over where the path may end; what is left to chance is the tree
@@ -172,20 +174,20 @@ def _keep(rule: Callable[..., Ending]) -> Rule:
 
 
 CHAIN = (
-    Method("picks (the engine)", "static picks", picks),
+    Method("picks", "static picks", picks),
     Method("draws, token by token", "replace", recursive),
     Method("draws, block verification", "replace", block),
-    Method("the target's noise", "static noise", None),
+    Method("the target's noise (the engine)", "static noise", None),
 )
 TREE = (
-    Method("picks, dynamic (the engine)", "dynamic picks", picks),
-    Method("picks, static (the engine)", "static picks", picks),
+    Method("picks, dynamic", "dynamic picks", picks),
+    Method("picks, static", "static picks", picks),
     Method("draws with replacement, recursive", "replace", recursive),
     Method("draws with replacement, traversal", "replace", traversal),
     Method("draws without, recursive", "without", _keep(recursive)),
     Method("draws without, traversal", "without", _keep(traversal)),
-    Method("the target's noise, static", "static noise", None),
-    Method("the target's noise, dynamic", "dynamic noise", None),
+    Method("the target's noise, static (the engine)", "static noise", None),
+    Method("the target's noise, dynamic (the engine)", "dynamic noise", None),
 )
 
 
@@ -235,7 +237,7 @@ class Bench:
         shared = rng.gumbel(size=(self.batch, depth, self.vocab)).astype(np.float32)
         seen = shared[..., self.ids] * (source == "noise")
         if kind == "dynamic":
-            # The engine scores at temperature 1 whatever the target samples with.
+            # Picks are scored at temperature 1, as for a greedy target.
             tokens, parents = draft_dynamic(
                 *self.models, group.dynamic, self.state.draft, self.state.root, seen,
                 temperature if source == "noise" else 1.0,
