@@ -7,9 +7,10 @@
 Engines: this package plainly and with `--draft`, transformers, llama.cpp plainly and with its
 prompt lookup (two tokens, which its authors advise on CPUs). Each is a process of its own that
 waits for commands, so that its peak memory is its own; one works at a time, all in turn, several
-rounds after one for warming up. Before that, the logits of all are compared with this package's in
-float32: the run ends if others in float32 differ. Per precision (q8_0 of llama.cpp stands beside
-int8) it prints
+rounds after one for warming up; what takes a peer more than a minute is not done again, and counts
+as it was then. transformers has no fast code for DeltaNet layers on CPUs and runs its torch form.
+Before that, the logits of all are compared with this package's in float32: the run ends if others
+in float32 differ. Per precision (q8_0 of llama.cpp stands beside int8) it prints
 
 - tokens/s of greedy decoding, reading the prompt not counted, and tokens a pass of the target;
 - seconds to the first token of prompts of random tokens;
@@ -141,9 +142,13 @@ class Group:
         slow = set()
         for number in range(rounds + 1):  # the first compiles and warms up
             print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+            names = list(self.workers)
+            first = number % len(names)  # so that nobody always comes first
             for task, command in tasks.items():
-                for name in list(self.workers):
-                    if (name, task) in slow or (task[0] == "verify" and name in (DRAFTED, LOOKUP)):
+                for name in (*names[first:], *names[:first]):
+                    is_gone = name not in self.workers  # it failed a moment ago
+                    has_no_curve = task[0] == "verify" and name in (DRAFTED, LOOKUP)
+                    if is_gone or has_no_curve or (name, task) in slow:
                         continue
                     begin = time.perf_counter()
                     answer = self._ask(name, *command)
