@@ -22,6 +22,7 @@ from eagle3.digest import digest
 from eagle3.files import write_whole
 from eagle3.machine import processor
 from gdn import HybridLM
+from gdn.ops import native
 from gdn.ops.native.compiler import cache_folder
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ def fingerprint(target: HybridLM, drafter: Any, rows: int, slots: int) -> dict[s
         "processor": processor(),
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
         "jax": jax.__version__,
+        "kernels": native.version(),
     }
     return json.loads(json.dumps(mark, default=dataclasses.asdict))
 

@@ -43,6 +43,12 @@ def problem() -> str | None:
     return None
 
 
+@functools.cache
+def version() -> str:
+    """Return what tells these kernels from others, a new version's; empty if there are none."""
+    return build().stem if problem() is None else ""
+
+
 def _functions(library: Path) -> dict[str, Any]:
     loaded = ctypes.cdll.LoadLibrary(str(library))
     names = (*_MATMULS.values(), _TREE_ATTENTION, _TREE_DELTA_NET, _COMMIT_STATE, _RMS_NORM)
