@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-std=c++17", "-O3", _NATIVE, "-ffp-contract=off", "-fno-math-errno")
-_TIMEOUT = 300  # seconds; it takes about ten
+_TIMEOUT = 300  # seconds; it takes some fifteen
 
 
 class BuildError(RuntimeError):
