@@ -18,6 +18,7 @@ from eagle3.cli.compare import run_compare
 from eagle3.cli.dry_run import plan_decoding
 from eagle3.cli.engine import build
 from eagle3.cli.single import run_single
+from eagle3.cli.trace import run_trace
 from eagle3.dry_run import pretend_devices, tell
 from eagle3.machine import keep_compiled_programs
 from eagle3.sharding import on_mesh
@@ -35,6 +36,8 @@ def run(argv: Sequence[str] | None) -> int:
         mode = run_compare
     elif options.prompts is not None:
         mode = run_batch
+    elif options.trace is not None:
+        mode = run_trace
     else:
         mode = run_chat if options.chat else run_single
     with on_mesh(config.mesh):

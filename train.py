@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from eagle3.config import ConfigError, OneLineParser, read_stages
 from eagle3.dry_run import pretend_devices, tell
+from eagle3.processes import end, is_first, join
 from eagle3.training.config import TrainConfig
 from eagle3.training.dry_run import plan_stages
 from eagle3.training.trainer import train
@@ -23,6 +24,10 @@ def run(argv: Sequence[str]) -> None:
     """Read the command line and train what it says."""
     parser = OneLineParser(description=__doc__)
     parser.add_argument("--only", metavar="STAGE", help="run one stage of a file that has several")
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="of several processes: where the first is; auto")
+    add("--processes", metavar="N", type=int, help="how many there are")
+    add("--process-id", metavar="I", type=int, help="which one this is, from 0 on")
     args = parser.parse_intermixed_args(argv)
     if args.config is None:
         raise ConfigError("give a configuration: --config FILE")
@@ -39,13 +44,20 @@ def run(argv: Sequence[str]) -> None:
             f"two stages have the out {places[0]}: write stages.NAME.out=DIR to change one"
         )
     command = shlex.join(["python", "train.py", *argv])
+    join(args.coordinator, args.processes, args.process_id)
     for name, config in stages.items():
         if name:
-            print(f"{name}: {config.task} in {config.out}", flush=True)
-        if not train(config, lambda text: print(text, flush=True)):
-            print(f"stopped; to go on: {command}", flush=True)
+            _say(f"{name}: {config.task} in {config.out}")
+        if not train(config, _say):
+            _say(f"stopped; to go on: {command}")
             return
-        print(f"done: {config.out}", flush=True)
+        _say(f"done: {config.out}")
+
+
+def _say(text: str) -> None:
+    """Print, if this is the process that talks."""
+    if is_first():
+        print(text, flush=True)
 
 
 def _terminate(*_) -> NoReturn:
@@ -64,13 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(argv)
     except ValueError as error:
         print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return end(2)
     except OSError as error:
         print(f"train.py: {error}; checkpoints that were there are whole", file=sys.stderr)
-        return 2
+        return end(2)
     except KeyboardInterrupt:
         command = shlex.join(["python", "train.py", *argv])
         print(f"stopped at once, steps since the last save are lost; to go on: {command}")
+        return end(0)
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

@@ -55,7 +55,8 @@ from eagle3.cli.engine import build
 from eagle3.cli.rows import read_rows
 from eagle3.config import DecodeConfig, read_config
 from eagle3.decoding.drafter import Eagle3Drafter, Eagle3State, NoDraft
-from eagle3.decoding.session import Request, Session
+from eagle3.decoding.request import Request
+from eagle3.decoding.session import Session
 from eagle3.decoding.speculate import DecodeState, Requests, score, settle
 from eagle3.decoding.tree import (
     EAGLE1_PATHS,
@@ -238,11 +239,11 @@ class Bench:
         seen = shared[..., self.ids] * (source == "noise")
         if kind == "dynamic":
             # Picks are scored at temperature 1, as for a greedy target.
-            tokens, parents = draft_dynamic(
+            tree = draft_dynamic(
                 *self.models, group.dynamic, self.state.draft, self.state.root, seen,
                 temperature if source == "noise" else 1.0,
             )  # fmt: skip
-            return self._judged(tokens, parents, None, temperature), shared
+            return self._judged(tree.tokens, tree.parents, None, temperature), shared
         parents, ranks = np.array(group.form.parents), np.array(group.form.ranks)
         noise = seen[:, np.minimum(depths(parents), depth - 1)]
         if source in ("replace", "without"):

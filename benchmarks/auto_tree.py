@@ -22,7 +22,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from eagle3.cli.answers import Compilations
 from eagle3.cli.engine import Engine, build
 from eagle3.cli.rows import read_rows
 from eagle3.config import DecodeConfig, read_config
@@ -30,11 +29,12 @@ from eagle3.decoding.auto import AutoDrafter
 from eagle3.decoding.costs import Costs
 from eagle3.decoding.drafter import Eagle3Drafter
 from eagle3.decoding.generate import make_drafter
-from eagle3.decoding.session import Request, Session
+from eagle3.decoding.request import Request
+from eagle3.decoding.session import Session
 from eagle3.decoding.tree import TreePlan, chain_plan, dynamic_plan
 from eagle3.draft import draft_for
 from eagle3.draft_config import DraftConfig
-from eagle3.machine import keep_compiled_programs
+from eagle3.machine import Compilations, keep_compiled_programs
 
 FIXED: dict[str, TreePlan] = {
     **{f"chain of {n}": chain_plan(n) for n in range(1, 6)},

@@ -22,6 +22,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +35,7 @@ from eagle3.config import GeneratedTarget
 from eagle3.decoding.accept import Limits
 from eagle3.decoding.drafter import NoDraft
 from eagle3.decoding.sampling import SamplingParams, batch_sampling
-from eagle3.decoding.speculate import DecodeState, Requests, run_rounds
+from eagle3.decoding.speculate import DecodeState, Requests, run_rounds, split
 from eagle3.generated import generated_target
 from gdn import Cache, HybridLM, TargetConfig, init_cache
 from gdn.config import LINEAR_SIZES
@@ -41,6 +43,7 @@ from gdn.ops import native
 from gdn.packing import DTYPES, Packer
 
 NAMES = ("hybrid", "attention")
+LABELS = ("hybrid, 3 of 4 layers DeltaNet", "attention only")
 
 
 class Side(NamedTuple):
@@ -83,9 +86,9 @@ def make_sides(shape: GeneratedTarget, dtype: str) -> dict[str, Side]:
     requests = Requests(batch_sampling([SamplingParams()], [[0]], cfg.vocab_size), limits)
     sides = {}
     for name, model in zip(NAMES, (hybrid, full), strict=True):
-        graph, params = nnx.split((model, NoDraft()))
+        graph, params = split(model, NoDraft())
         kept = model.embed_tokens[...].dtype
-        sides[name] = Side(model.cfg, graph, nnx.to_pure_dict(params), kept, requests)
+        sides[name] = Side(model.cfg, graph, params, kept, requests)
     return sides
 
 
@@ -165,30 +168,18 @@ def table_row(length: int, points: dict[str, Point]) -> str:
 
 
 def draw(found: dict[int, dict[str, Point]], path: str) -> None:
-    """Write a figure that can be read in grey: lines differ in stroke and marker."""
-    import matplotlib
+    """Write the figure of all that was measured."""
+    from eagle3 import plots
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lengths = list(found)
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    styles = {"hybrid": ("o-", "black"), "attention": ("s--", "0.45")}
-    for name, (style, grey) in styles.items():
-        points = [found[length][name] for length in lengths]
-        label = {"hybrid": "hybrid, 3 of 4 layers DeltaNet", "attention": "attention only"}[name]
-        axes[0].plot(lengths, [p.seconds * 1e3 for p in points], style, color=grey, label=label)
-        axes[1].plot(lengths, [p.cached / 1e6 for p in points], style, color=grey, label=label)
-    for axis, what in zip(axes, ("ms a token", "MB of cache"), strict=True):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-        axis.set_xlabel("tokens of context")
-        axis.set_ylabel(what)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    scaling = {
+        label: plots.Scaling(
+            [found[length][name].seconds * 1e3 for length in found],
+            [found[length][name].cached / 1e6 for length in found],
+        )
+        for name, label in zip(NAMES, LABELS, strict=True)
+    }
+    axes = plots.context_scaling(list(found), scaling)
+    Path(path).write_bytes(plots.png(axes[0], dpi=160))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -203,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--figure", metavar="FILE.png")
     args = parser.parse_args(arguments)
+    if args.figure and find_spec("matplotlib") is None:  # before an hour of measuring
+        parser.error("--figure needs matplotlib: pip install -e '.[plots]'")
     shape = GeneratedTarget(
         vocab_size=args.vocab, hidden_size=args.width, num_hidden_layers=args.layers,
         max_position_embeddings=max(args.lengths), initializer_range=0.02,

@@ -30,8 +30,9 @@ from target import benchmark_config
 
 from eagle3.decoding.accept import accept
 from eagle3.decoding.drafter import Eagle3Drafter
-from eagle3.decoding.session import Request, Session
-from eagle3.decoding.speculate import run_rounds
+from eagle3.decoding.request import Request
+from eagle3.decoding.session import Session
+from eagle3.decoding.speculate import merge, run_rounds
 from eagle3.decoding.tree import (
     EAGLE1_PATHS,
     Proposal,
@@ -58,7 +59,7 @@ class Replay(Eagle3Drafter):
 
     def propose(self, state, root, foresight=None):
         """Overwrite the path to the first of the deepest nodes."""
-        tokens, parents = super().propose(state, root, foresight)
+        tokens, parents, _ = super().propose(state, root, foresight)
         tree = tree_from_parents(parents)
         leaf = jnp.argmax(tree.depth, axis=1)
         on_path = jnp.take_along_axis(tree.ancestors, leaf[:, None, None], axis=1)[:, 0]
@@ -131,7 +132,7 @@ class Pieces:
             """Return a function that runs `step` ROUNDS times on the device and waits."""
 
             def loop(params, carry):
-                modules = nnx.merge(graph, params)
+                modules = merge(graph, params)
                 return jax.lax.fori_loop(0, ROUNDS, lambda i, c: step(*modules, i, c), carry)
 
             compiled = jax.jit(loop)
@@ -179,7 +180,7 @@ class Pieces:
     def _prepare(self, graph, params, requests, depth):
         """Run one round by hand, for realistic inputs of every piece."""
         state = self.state
-        target, drafter = nnx.merge(graph, params)
+        target, drafter = merge(graph, params)
 
         @jax.jit
         def first(state):

@@ -99,7 +99,7 @@ class Ours:
 
     def generate(self, prompt: Sequence[int], count: int) -> Generated:
         """Answer greedily with `count` tokens."""
-        from eagle3.decoding.session import Request
+        from eagle3.decoding.request import Request
 
         begin = time.perf_counter()
         self.session.start([Request(prompt=prompt, max_new_tokens=count)])

@@ -38,7 +38,8 @@ from eagle3.cli.conversation import Conversation, Turn
 from eagle3.cli.engine import Engine, build
 from eagle3.cli.figures import SIDES, Figures, Line, report
 from eagle3.config import ConfigError, DecodeConfig, OneLineParser, read_config
-from eagle3.decoding.session import Session, request_problem
+from eagle3.decoding.request import request_problem
+from eagle3.decoding.session import Session
 from eagle3.files import write_whole
 from eagle3.machine import keep_compiled_programs, processor
 from eagle3.questions import Question, read_questions

@@ -81,7 +81,7 @@ class TreeConfig:
     # Of a static tree: "eagle1", or for each node the ranks from the root down, [[0], [1], [0, 0]].
     paths: Any = "eagle1"
     max_depth: int = 8  # auto: most levels drafted
-    max_nodes: int = 16  # auto: most nodes to verify; powers of two that may pay are compiled
+    max_nodes: int = 16  # auto: most nodes to verify; sizes up to there that may pay are compiled
 
     def __post_init__(self) -> None:
         """Reject what makes no tree.

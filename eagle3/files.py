@@ -14,6 +14,19 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def why_not_writable(path: Path) -> str | None:
+    """Say why `write_whole` would fail, by beginning to; None if it would not."""
+    try:
+        if path.exists() and not path.is_file():
+            return "is no regular file"
+        partial = path.with_name(path.name + ".tmp")
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    return None
+
+
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Give a hidden folder to fill, which takes the name of `folder` at the end.

@@ -1,7 +1,8 @@
-"""What kind of processor this is, and compiled programs that are kept for it between runs."""
+"""What kind of processor this is, and programs that are compiled for it, counted and kept."""
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -10,6 +11,25 @@ from gdn.ops.native.compiler import cache_folder
 
 _FOLDER = "jax_compilation_cache_dir"
 _WORTH_KEEPING = 0.5  # seconds of compilation
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """Counts XLA compilations, which make the first of several runs slow."""
+
+    count = 0
+    _is_listening = False
+
+    @classmethod
+    def listen(cls) -> None:
+        """Start counting; calling it again changes nothing."""
+        if not cls._is_listening:
+            jax.monitoring.register_event_duration_secs_listener(cls._note)
+            cls._is_listening = True
+
+    @classmethod
+    def _note(cls, event: str, *_: Any, **__: Any) -> None:
+        cls.count += event == _COMPILED
 
 
 def processor() -> str:

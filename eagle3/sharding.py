@@ -12,9 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from eagle3.config import ConfigError, MeshConfig
 from eagle3.draft_config import DraftConfig
+from eagle3.processes import is_alone, is_first
 from gdn import TargetConfig, sharding
 from gdn.sharding import AXES, FSDP, ROWS, TENSOR, active_mesh, fitted
 
@@ -43,8 +45,13 @@ def on_mesh(mesh: MeshConfig) -> contextlib.AbstractContextManager[Any]:
     """Make the mesh current, for this thread; a mesh of one device is none.
 
     Raises:
-      ConfigError: there are not so many devices.
+      ConfigError: there are not so many devices, or some processes would have none.
     """
+    if not is_alone() and mesh.size != jax.device_count():
+        raise ConfigError(
+            f"mesh is of {mesh.size} devices, the {jax.process_count()} processes have"
+            f" {jax.device_count()}: data * fsdp * tensor has to be as many"
+        )
     if mesh.size == 1:
         return contextlib.nullcontext()
     devices = jax.devices()
@@ -94,16 +101,58 @@ def place_module(module: M) -> M:
     return nnx.merge(graph, place(nnx.to_pure_dict(state)))
 
 
-def spread(batch: Any) -> Any:
-    """Bring pieces of a batch, arrays [A, B, ...], each row to the devices that compute it."""
+def own_rows(count: int) -> range:
+    """Return the rows, of the `count` of a batch, that the devices of this process compute."""
+    if active_mesh() is None:
+        return range(count)
+    here = NamedSharding(jax.sharding.get_mesh(), fitted((ROWS,), (count,)))
+    slices = here.addressable_devices_indices_map((count,)).values()
+    parts = [index[0].indices(count) for index in slices]  # type: ignore[index]
+    return range(min(part[0] for part in parts), max(part[1] for part in parts))
+
+
+def spread(batch: Any, count: int | None = None) -> Any:
+    """Bring pieces of a batch, arrays [A, B, ...], each row to the devices that compute it.
+
+    Args:
+      count: rows of the whole batch, of which this process has its `own_rows`; None: it has all.
+    """
     if active_mesh() is None:
         return batch
     mesh = jax.sharding.get_mesh()
+    first = 0 if count is None else own_rows(count).start
 
-    def of(x: np.ndarray) -> jax.Array:
-        return jax.device_put(x, NamedSharding(mesh, fitted((None, ROWS), x.shape)))
+    def of(x: Any) -> jax.Array:
+        pieces, rows, *rest = x.shape
+        shape = (pieces, count or rows, *rest)
+        sharding = NamedSharding(mesh, fitted((None, ROWS), shape))
+        if isinstance(x, jax.Array):
+            return jax.device_put(x, sharding)
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[1].indices(shape[1])
+            return x[:, start - first : stop - first]
+
+        return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree.map(of, batch)
+
+
+def gathered(tree: Any) -> Any:
+    """Return arrays in whole; of several processes, on the host of the first, and None elsewhere.
+
+    All processes take part, array by array.
+    """
+    if is_alone():
+        return tree
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(jax.sharding.get_mesh(), P()))
+
+    def of(x: jax.Array) -> np.ndarray | None:
+        found = whole(x)
+        return np.asarray(found) if is_first() else None
+
+    found = jax.tree.map(of, tree)
+    return found if is_first() else None
 
 
 def abstract(tree: Any) -> Any:

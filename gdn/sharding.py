@@ -121,8 +121,20 @@ def shardings(tree: Any, rules: Rules = RULES) -> Any:
 
 
 def place(tree: T, rules: Rules = RULES) -> T:
-    """Bring arrays to where the table has them."""
-    return tree if active_mesh() is None else jax.device_put(tree, shardings(tree, rules))
+    """Bring arrays to where the table has them; those of one process are the same in each."""
+    if active_mesh() is None:
+        return tree
+    found = shardings(tree, rules)
+    if jax.sharding.get_mesh().is_multi_process:
+        return jax.tree.map(_place, tree, found)
+    return jax.device_put(tree, found)
+
+
+def _place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    host = np.asarray(x)  # device_put would compare the copies of all processes
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def pin(tree: T, rules: Rules = RULES) -> T:
@@ -145,7 +157,11 @@ def load(path: str, value: np.ndarray, dtype: Any) -> jax.Array:
     if active_mesh() is None:
         return jnp.asarray(value, dtype)
     sharding = NamedSharding(jax.sharding.get_mesh(), spec_of(path, value.shape))
-    return jax.device_put(value.astype(dtype), sharding)
+
+    def part(index: Any) -> np.ndarray:
+        return value[index].astype(dtype)  # a copy: a view would keep all of the tensor
+
+    return jax.make_array_from_callback(value.shape, sharding, part)
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:

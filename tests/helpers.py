@@ -18,8 +18,9 @@ import optax
 from flax import nnx
 
 from eagle3.decoding.drafter import Drafter, Eagle3Drafter
+from eagle3.decoding.request import Answer, Request
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.session import Answer, Request, Session
+from eagle3.decoding.session import Session
 from eagle3.decoding.tree import Proposal, TreePlan
 from eagle3.draft import Eagle3Draft, draft_for
 from eagle3.draft_config import DraftConfig

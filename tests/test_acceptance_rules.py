@@ -25,8 +25,8 @@ from benchmarks.acceptance_rules import (
     shape,
     traversal,
 )
+from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.session import Request
 from eagle3.decoding.tree import static_plan
 
 VOCAB, LENGTH = 3, 4  # of the texts whose probabilities are compared

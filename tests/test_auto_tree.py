@@ -26,8 +26,9 @@ from helpers import (
 )
 
 from eagle3.config import ConfigError, DecodeConfig, read_config
-from eagle3.decoding.auto import BLOCK, AutoDrafter
+from eagle3.decoding.auto import AutoDrafter
 from eagle3.decoding.choice import (
+    CELLS,
     EXTRA,
     LOOK,
     MAX_REST,
@@ -36,6 +37,7 @@ from eagle3.decoding.choice import (
     after_look,
     best_size,
     calibrated,
+    cell_of,
     expected_tokens,
     first_pace,
     forget,
@@ -48,9 +50,10 @@ from eagle3.decoding.costs import CostBook, Costs, sizes_of, worth_offering
 from eagle3.decoding.drafter import Eagle3State, NoDraft
 from eagle3.decoding.generate import make_drafter
 from eagle3.decoding.measure import measure_costs
+from eagle3.decoding.pending import BLOCK, read_all
+from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.session import Request
-from eagle3.decoding.tree import Pool, auto_plan, best_first, chain_plan
+from eagle3.decoding.tree import Pool, auto_plan, best_first, chain_plan, path_sums
 
 PLAN = auto_plan(top_k=2, max_depth=3, max_nodes=4)
 SIZES = (1, 2, 4)
@@ -161,7 +164,7 @@ def test_what_waits_to_be_absorbed_ends_where_absorbing_at_once_does(decoded, hy
         if costs is LINEAR:
             assert (np.asarray(auto.pending.count) > 0).any()
             assert (np.asarray(auto.draft.lengths) > [len(p) for p in PROMPTS]).all()
-        state, pending = jax.jit(AutoDrafter.read_all)(drafter, auto.draft, auto.pending)
+        state, pending = jax.jit(read_all)(drafter.inner, auto.draft, auto.pending)
         assert not np.asarray(pending.count).any() and state.lengths.tolist() == lengths
         assert_close(readable(state, lengths), readable(state_of(eager), lengths))
 
@@ -206,14 +209,19 @@ def test_calibration_moves_from_what_the_draft_says_to_what_is_measured():
     rng = np.random.default_rng(0)
     knowledge, step = no_knowledge(3, SIZES), jax.jit(learn)
     said = np.array([0.95, 0.6, 0.3, 0.05])
-    scores = jnp.asarray(float32(np.log(said)))[None]
-    np.testing.assert_allclose(calibrated(knowledge, scores)[0], said, rtol=1e-6)
+    claims = jnp.asarray(float32(np.log(said)))[None]
+    cells = cell_of(claims, jnp.arange(4), jnp.array([1, 1, 2, 2]), jnp.zeros(1, bool))
+
+    def believed():
+        return np.exp(np.asarray(calibrated(knowledge, claims, cells)[0]))
+
+    np.testing.assert_allclose(believed(), said, rtol=1e-6)
     real = np.array([0.7, 0.2, 0.3, 0.01])
     errors = []
     for _ in range(400):
         accepted = jnp.asarray(rng.random(4) < real)[None]
-        knowledge = step(forget(knowledge, 1), scores, jnp.ones((1, 4), bool), accepted)
-        errors.append(np.abs(np.asarray(calibrated(knowledge, scores)[0]) - real))
+        knowledge = step(forget(knowledge, 1), claims, cells, jnp.ones((1, 4), bool), accepted)
+        errors.append(np.abs(believed() - real))
     errors = np.array(errors)
     assert (np.mean(errors[20:40], axis=0) < 0.6 * np.abs(said - real) + 0.1).all()
     assert (np.mean(errors[100:], axis=0) < 0.1).all()
@@ -221,10 +229,23 @@ def test_calibration_moves_from_what_the_draft_says_to_what_is_measured():
 
 def test_nodes_that_were_not_verified_teach_nothing():
     knowledge = no_knowledge(3, SIZES)
-    scores, none = jnp.log(jnp.full((2, 5), 0.5)), jnp.zeros((2, 5), bool)
-    assert not np.asarray(learn(knowledge, scores, none, none).claimed).any()
-    padded = learn(knowledge, jnp.full((2, 5), -jnp.inf), ~none, none)
+    claims, none = jnp.log(jnp.full((2, 5), 0.5)), jnp.zeros((2, 5), bool)
+    cells = cell_of(claims, jnp.arange(5), 1, jnp.zeros(2, bool))
+    assert not np.asarray(learn(knowledge, claims, cells, none, none).claimed).any()
+    padded = learn(knowledge, jnp.full((2, 5), -jnp.inf), cells, ~none, none)
     assert not np.asarray(padded.claimed).any() and not np.asarray(padded.accepted).any()
+
+
+def test_tokens_of_other_ranks_depths_and_rows_that_draw_are_judged_apart():
+    claims = jnp.log(jnp.array([[[0.9, 0.5, 0.2, 0.05]] * 2] * 2))  # [rows, nodes, ranks]
+    draws = jnp.array([False, True])
+    found = [np.asarray(cell_of(claims, jnp.arange(4), depth, draws)) for depth in (1, 2, 3, 4)]
+    assert np.array_equal(found[2], found[3])  # three and deeper are one kind
+    cells = np.stack(found[:3])[:, :, 0]
+    assert len(set(cells[..., :3].ravel())) == 3 * 2 * 3 and cells.max() < CELLS
+    low = cell_of(jnp.full((1, 4), -jnp.inf), jnp.arange(4), 1, draws[:1])
+    high = cell_of(jnp.zeros((1, 4)), jnp.arange(4), 9, draws[1:])
+    assert low[0, 2] == low[0, 3] and 0 <= int(low.min()) and int(high.max()) == CELLS - 1
 
 
 # The best choice
@@ -266,7 +287,7 @@ def test_the_chosen_size_is_the_best_of_all_trees():
         rate = float(rng.random() * 2)
         prices = Prices(jnp.asarray(float32(seconds)), jnp.zeros(2), jnp.float32(0))
         pool = jnp.asarray(float32(scores))[None]
-        tokens = expected_tokens(no_knowledge(3, (1, 2, 4)), pool, running, (1, 2, 4))
+        tokens = expected_tokens(pool, running, (1, 2, 4))
         size, value = best_size(prices, jnp.float32(rate), tokens, jnp.float32(0))
         assert value == pytest.approx(brute_force(scores, parents, rate, costs), abs=1e-5)
         assert value == pytest.approx(float(tokens[size]) - rate * seconds[size], abs=1e-5)
@@ -313,8 +334,9 @@ def test_the_first_nodes_by_score_are_a_tree_whose_parents_come_first():
     arrays = [np.stack(x) for x in zip(*(random_pool(rng, 4) for _ in range(3)), strict=True)]
     arrays[1][2, 5:] = -np.inf  # this row was drafted less deep
     ids, scores, parents = arrays
-    pool = Pool(jnp.asarray(ids), jnp.asarray(float32(scores)), jnp.asarray(parents))
-    nodes, found = best_first(pool, jnp.array([1, 2, 3]), 9)
+    pool = Pool(*map(jnp.asarray, (ids, float32(scores), parents, float32(scores))))
+    nodes, chosen = best_first(pool, jnp.array([1, 2, 3]), 9)
+    found = np.asarray(nodes.scores)
     for row in range(3):
         order = np.argsort(-scores[row], kind="stable")[:8]
         place = {-1: 0} | {int(n): i + 1 for i, n in enumerate(order)}
@@ -326,7 +348,22 @@ def test_the_first_nodes_by_score_are_a_tree_whose_parents_come_first():
         assert (np.asarray(nodes.parents[row]) < np.arange(9)).all()
         assert nodes.tokens[row, 0] == row + 1
         assert nodes.tokens[row, 1:].tolist() == ids[row][order].tolist()
+        assert chosen[row].tolist() == order.tolist()
         np.testing.assert_allclose(found[row, 1:], scores[row][order], rtol=1e-6)
+
+
+def test_what_is_believed_of_a_path_is_the_sum_of_its_tokens():
+    rng = np.random.default_rng(4)
+    ids, scores, parents = (x[None] for x in random_pool(rng, 4))
+    values = float32(rng.normal(size=scores.shape))
+    sums = path_sums(
+        Pool(*map(jnp.asarray, (ids, scores, parents, scores))), jnp.asarray(values), 4
+    )
+    for node in range(scores.size):
+        expected, above = 0.0, node
+        while above >= 0:
+            expected, above = expected + values[0, above], int(parents[0, above])
+        assert float(sums[0, node]) == pytest.approx(expected, rel=1e-5)
 
 
 # Costs
@@ -338,7 +375,7 @@ def test_sizes_that_cannot_pay_and_sizes_that_a_larger_one_replaces_are_not_offe
     assert found.rounds == ((1, 1.0), (8, 2.51), (16, 3.0))
     assert worth_offering(Costs(rounds, (1.0, 1.0), 0.1), depth=5).rounds == ((1, 1.0),)
     assert worth_offering(LINEAR, depth=3).rounds == ((1, 1.0),)
-    assert sizes_of(PLAN) == SIZES and sizes_of(auto_plan(1, 5, 64)) == (1, 2, 4, 6)
+    assert sizes_of(auto_plan(1, 5, 64)) == (1, 2, 3, 4, 6)
 
 
 class Measured:
@@ -445,8 +482,8 @@ def test_a_plan_that_adapts_makes_a_drafter_that_does(hybrid, fitted_for):
     assert isinstance(drafter, AutoDrafter) and drafter.depth == 3
     proposal = drafter.propose(drafter.init_state(2, 16), jnp.array([1, 2]))
     assert proposal.tokens.shape == (2, 4)
-    wrong: Any = Costs(((1, 1.0), (3, 1.0)), (0.1, 0.1), 0.1)
-    with pytest.raises(ValueError, match="costs of .* 3"):
+    wrong: Any = Costs(((1, 1.0), (5, 1.0)), (0.1, 0.1), 0.1)
+    with pytest.raises(ValueError, match="costs of .* 5"):
         AutoDrafter(draft, PLAN, wrong)
     config = read_config(DecodeConfig, None, ["tree={kind: auto, max_nodes: 6, max_depth: 4}"])
     assert config.tree.plan() == auto_plan(3, 4, 6) and config.tree.plan().adapts

@@ -30,8 +30,9 @@ from eagle3.cli.rows import row_problem
 from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, SamplingConfig, read_config
 from eagle3.decoding import generate
 from eagle3.decoding.costs import Costs
+from eagle3.decoding.request import Answer, Request
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.session import Answer, Request, Session
+from eagle3.decoding.session import Session
 from eagle3.draft import draft_for
 from eagle3.draft_config import DraftConfig
 from eagle3.generated import generated_target

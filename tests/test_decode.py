@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from helpers import (
     FITTED,
     HYBRID,
@@ -29,9 +28,9 @@ from helpers import (
 from eagle3.decoding.accept import Limits
 from eagle3.decoding.drafter import Eagle3Drafter
 from eagle3.decoding.generate import generate
+from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams, batch_sampling
-from eagle3.decoding.session import Request
-from eagle3.decoding.speculate import DecodeState, Requests, run_rounds
+from eagle3.decoding.speculate import DecodeState, Requests, run_rounds, split
 from eagle3.decoding.tree import EAGLE1_PATHS, chain_plan, dynamic_plan, static_plan
 from gdn import HybridLM, init_cache
 
@@ -208,8 +207,8 @@ def sampled(eight):
         init_cache(eight.cfg, batch, 4), drafter.init_state(batch, 4),
         nothing + START, nothing, jnp.ones(batch, bool), jnp.zeros((batch, SMALL), jnp.int32),
     )  # fmt: skip
-    graph, params = nnx.split((eight, drafter))
-    state, out = run_rounds(graph, nnx.to_pure_dict(params), state, Requests(rows, limits), 3, 3)
+    graph, params = split(eight, drafter)
+    state, out = run_rounds(graph, params, state, Requests(rows, limits), 3, 3)
     assert (np.asarray(out.count) == 3).all() and not np.asarray(state.is_running).any()
     tokens = np.asarray(out.tokens)[:, :3]
     counted = (tokens[..., None] == np.arange(SMALL)).sum(axis=1)

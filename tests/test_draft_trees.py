@@ -70,6 +70,16 @@ def assert_tree(proposal, row, root, expected, ids):
     assert set(paths) == {tuple(int(ids[i]) for i in path) for path in expected}
 
 
+def assert_scores(proposal, row, log_q_after):
+    """Check that the score of each node is the log-probability of its path."""
+    paths = token_paths(np.asarray(proposal.tokens)[row], np.asarray(proposal.parents)[row])
+    expected = []
+    for path in paths:
+        ids = tuple(int(np.searchsorted(IDS, token)) for token in path)
+        expected.append(sum(log_q_after(ids[:n])[i] for n, i in enumerate(ids)))
+    assert_close(np.asarray(proposal.scores)[row], np.array(expected))
+
+
 class MadeUp:
     """A draft whose logits depend on the whole path: on the tokens, their order, and the root.
 
@@ -136,6 +146,7 @@ def test_a_dynamic_tree_is_the_best_of_the_children_of_every_beam(top_k, depth, 
     for row in range(BATCH):
         expected = expected_dynamic(partial(draft.log_q_after, row), top_k, depth, total)
         assert_tree(proposal, row, ROOT[row], expected, IDS)
+        assert_scores(proposal, row, partial(draft.log_q_after, row))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +167,7 @@ def test_a_static_tree_has_the_children_of_the_ranks_it_names(paths):
     for row in range(BATCH):
         expected = expected_static(partial(draft.log_q_after, row), paths)
         assert_tree(proposal, row, ROOT[row], expected, IDS)
+        assert_scores(proposal, row, partial(draft.log_q_after, row))
 
 
 def test_the_order_in_which_a_static_tree_is_written_does_not_matter():
@@ -173,7 +185,8 @@ def test_a_dynamic_tree_of_more_nodes_contains_the_one_of_fewer():
     previous = [set()] * BATCH
     for total in (2, 3, 9, 20, 64):
         proposal = MadeUp(3, dynamic_plan(6, 5, total)).propose(ROOT)
-        trees = [set(token_paths(*row)) for row in zip(*map(np.asarray, proposal), strict=True)]
+        rows = zip(*map(np.asarray, proposal[:2]), strict=True)
+        trees = [set(token_paths(*row)) for row in rows]
         assert all(less < more for less, more in zip(previous, trees, strict=True))
         previous = trees
 
@@ -186,7 +199,8 @@ def test_a_broken_draft_still_gives_a_tree(plan, value):
         draft.first[0, where] = value  # the first pass of one row
         draft.head[:, where] = value  # all later ones of every row
         proposal = draft.propose(ROOT)
-        for tokens, parents in zip(*map(np.asarray, proposal), strict=True):
+        assert np.isfinite(np.asarray(proposal.scores)).all()
+        for tokens, parents in zip(*map(np.asarray, proposal[:2]), strict=True):
             assert parents[0] == -1 and (parents[1:] < np.arange(1, plan.size)).all()
             assert (parents[1:] >= 0).all() and np.isin(tokens[1:], IDS).all()
             paths = token_paths(tokens, parents)

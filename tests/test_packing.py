@@ -18,8 +18,8 @@ from helpers import (
     serve,
 )
 
+from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.session import Request
 from eagle3.decoding.tree import dynamic_plan
 from eagle3.draft import draft_for
 from gdn import load_pretrained, save_pretrained

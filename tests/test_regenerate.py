@@ -12,8 +12,9 @@ import pytest
 
 from eagle3.config import ConfigError, GeneratedTarget
 from eagle3.decoding.generate import generate
+from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.session import Request, Session
+from eagle3.decoding.session import Session
 from eagle3.generated import generated_target
 from eagle3.training import regenerate as module
 from eagle3.training.config import RegenerateConfig, TrainConfig

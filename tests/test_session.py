@@ -30,8 +30,9 @@ from helpers import (
     snapshot,
 )
 
+from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
-from eagle3.decoding.session import Request, Session
+from eagle3.decoding.session import Session
 from eagle3.decoding.speculate import run_rounds
 from eagle3.decoding.tree import chain_plan
 from gdn.cache import KVCache

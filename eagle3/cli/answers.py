@@ -2,41 +2,22 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
-
 from eagle3.cli.console import Console
-from eagle3.decoding.session import Answer, Request, Session
+from eagle3.decoding.request import Answer, Request
+from eagle3.decoding.session import Session
 from eagle3.interrupt import Interrupt
+from eagle3.machine import Compilations
 from eagle3.text import AnswerText, Piece, Tokenizer
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 _REASONS = {
     "stop": "ended by the model or a stop string",
     "length": "max_new_tokens reached",
     "cancelled": "interrupted",
 }
-
-
-class Compilations:
-    """Counts XLA compilations, which make the first of several runs slow."""
-
-    count = 0
-    _is_listening = False
-
-    @classmethod
-    def listen(cls) -> None:
-        """Start counting; calling it again changes nothing."""
-        if not cls._is_listening:
-            jax.monitoring.register_event_duration_secs_listener(cls._note)
-            cls._is_listening = True
-
-    @classmethod
-    def _note(cls, event: str, *_: Any, **__: Any) -> None:
-        cls.count += event == _COMPILED
 
 
 @dataclass(frozen=True)
@@ -161,11 +142,13 @@ def decode_one(
     interrupt: Interrupt,
     console: Console | None,
     echo: str = "",
+    on_event: Callable[[Event], None] = lambda event: None,
 ) -> Result:
     """Answer one request; what is made goes to the console, if there is one.
 
     Args:
       echo: shown before the answer.
+      on_event: called after each visit to the device.
 
     Raises:
       ValueError: the request cannot be served; nothing was shown.
@@ -179,6 +162,7 @@ def decode_one(
         for event in events:
             if console is not None:
                 console.write(event.pieces)
+            on_event(event)
             result = event.result or result
     assert result is not None
     return result

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3.config import ConfigError, DecodeConfig, OneLineParser, read_config
+from eagle3.files import why_not_writable
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Options:
     chat: bool = False
     compare: bool = False
     json: bool = False
+    trace: str | None = None  # page to write that replays the rounds
     show_acceptance: bool = False
     color: str = "auto"  # always, never, or auto: on a terminal
     dry_run: bool = False
@@ -39,6 +41,11 @@ class Options:
             raise ConfigError(f"--out {self.out}: its directory does not exist; make it first")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_file():
             raise ConfigError(f"--out {self.out} is no regular file: give one to write answers to")
+        if self.trace is not None:
+            if self.chat or self.prompts is not None or self.compare or self.dry_run:
+                raise ConfigError("--trace replays one --prompt: leave the other mode away")
+            if why := why_not_writable(Path(self.trace)):
+                raise ConfigError(f"--trace {self.trace} {why}: give a file to write the page to")
         if self.device_memory is not None and not self.dry_run:
             raise ConfigError("--device-memory is for --dry-run: add it, or leave both away")
         if self.show_acceptance and (self.json or self.prompts is not None or self.compare):
@@ -56,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Options, DecodeConfig]:
     parser = OneLineParser(
         description="Continue a prompt, answer a file of prompts, or chat; with a draft,"
         " speculatively, with the same text. Settings are key=value, such as tree.depth=6 or"
-        " sampling.temperature=0.7; eagle3/config.py lists them.",
+        " sampling.temperature=0.7; docs/configuration.md lists them.",
     )
     add = parser.add_argument
     add("--target", metavar="DIR", help="Hugging Face directory of the model")
@@ -67,6 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Options, DecodeConfig]:
     add("--chat", action="store_true", help="talk, with the model's own chat template")
     add("--compare", action="store_true", help="time plain against speculative decoding")
     add("--json", action="store_true", help="print JSON, one object per answer")
+    add("--trace", metavar="FILE", help="HTML page to write, which replays a prompt's rounds")
     add("--recalibrate", action="store_true", help="measure anew what tree.kind=auto goes by")
     add("--show-acceptance", action="store_true", help="mark the text that the draft proposed")
     add("--color", choices=("auto", "always", "never"), default="auto")
@@ -85,4 +93,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Options, DecodeConfig]:
         raise ConfigError("the prompt is empty: give --prompt TEXT, --prompts FILE.jsonl or --chat")
     if options.compare and (config.draft is None or config.method == "autoregressive"):
         raise ConfigError("--compare needs a draft to compare with: give --draft DIR")
+    if options.trace is not None and (config.draft is None or config.method == "autoregressive"):
+        raise ConfigError("--trace has nothing to draw without a draft: give --draft DIR")
     return options, config

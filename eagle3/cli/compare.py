@@ -20,7 +20,8 @@ from eagle3.cli.arguments import Options
 from eagle3.cli.console import note, print_json
 from eagle3.cli.engine import Engine
 from eagle3.cli.rows import read_rows
-from eagle3.decoding.session import Request, Session, total_acceptance
+from eagle3.decoding.request import Request, total_acceptance
+from eagle3.decoding.session import Session
 from eagle3.decoding.speculate import Chosen
 from gdn import HybridLM
 

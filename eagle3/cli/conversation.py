@@ -6,7 +6,8 @@ from eagle3.chat_template import ChatTemplate
 from eagle3.cli.answers import Interrupt, Result, decode_one
 from eagle3.cli.console import Console
 from eagle3.cli.engine import Engine
-from eagle3.decoding.session import Request, Session
+from eagle3.decoding.request import Request
+from eagle3.decoding.session import Session
 from eagle3.text import Tokenizer
 
 

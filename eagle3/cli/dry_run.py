@@ -13,7 +13,7 @@ from eagle3.decoding.accept import Limits
 from eagle3.decoding.drafter import NoDraft
 from eagle3.decoding.generate import make_drafter
 from eagle3.decoding.sampling import batch_sampling
-from eagle3.decoding.speculate import DecodeState, Requests, run_prefill, run_rounds
+from eagle3.decoding.speculate import DecodeState, Requests, merge, run_prefill, run_rounds, split
 from eagle3.draft_config import DraftConfig
 from eagle3.dry_run import (
     Plan,
@@ -68,11 +68,11 @@ def _plan(config: DecodeConfig, cfg: TargetConfig, draft_cfg: DraftConfig | None
         draft = abstract_draft(draft_cfg, dtype)
         parameters["draft"] = number_of(nnx.state(draft, nnx.Param))
         models = models[0], make_drafter("eagle3", draft, config.tree.plan())
-    graph, params = nnx.split(models)
-    params = placed(nnx.to_pure_dict(params))
+    graph, params = split(*models)
+    params = placed(params)
     cache = placed(jax.eval_shape(lambda: init_cache(cfg, batch, capacity, dtype)))
     draft_state = placed(
-        jax.eval_shape(lambda x: nnx.merge(graph, x)[1].init_state(batch, capacity), params)
+        jax.eval_shape(lambda x: merge(graph, x)[1].init_state(batch, capacity), params)
     )
     numbers: Any = jax.ShapeDtypeStruct((batch,), jnp.int32)
     requests = _requests(config, cfg)

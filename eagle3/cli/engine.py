@@ -11,7 +11,8 @@ from eagle3.chat_template import ChatTemplate
 from eagle3.config import ConfigError, DecodeConfig
 from eagle3.decoding.drafter import Drafter
 from eagle3.decoding.generate import make_drafter
-from eagle3.decoding.session import Request, Session
+from eagle3.decoding.request import Request
+from eagle3.decoding.session import Session
 from eagle3.generated import generated_target
 from eagle3.interop import load_draft
 from eagle3.sharding import check_shape, place_module

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle3.decoding.session import Answer, total_acceptance
+from eagle3.decoding.request import Answer, total_acceptance
 
 SIDES = ("plain", "speculative")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from eagle3.chat_template import ChatTemplate
 from eagle3.cli.engine import Engine
 from eagle3.config import ConfigError, SamplingConfig
-from eagle3.decoding.session import Request, request_problem
+from eagle3.decoding.request import Request, request_problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 20  # problems in one message

@@ -24,6 +24,8 @@ from eagle3.decoding.choice import (
     Prices,
     after_look,
     best_size,
+    calibrated,
+    cell_of,
     expected_tokens,
     explores,
     first_pace,
@@ -38,6 +40,7 @@ from eagle3.decoding.choice import (
 )
 from eagle3.decoding.costs import CostBook, Costs, sizes_of
 from eagle3.decoding.drafter import Drafter, Eagle3Drafter, Eagle3State, NoDraft
+from eagle3.decoding.pending import BLOCK, FEW, Pending, defer, no_pending, read, read_all
 from eagle3.decoding.sampling import Foresight
 from eagle3.decoding.speculate import (
     Chosen,
@@ -48,20 +51,19 @@ from eagle3.decoding.speculate import (
     score,
     settle,
 )
-from eagle3.decoding.tree import Growth, Proposal, TreePlan, best_first, first_level, next_level
+from eagle3.decoding.tree import (
+    Growth,
+    Judge,
+    Proposal,
+    TreePlan,
+    best_first,
+    first_level,
+    next_level,
+    path_sums,
+)
 from eagle3.draft import Eagle3Draft
 from gdn import HybridLM, TargetConfig
-from gdn.cache import KVUpdate, write_rows
-
-FEW, BLOCK = 4, 32  # pairs that the draft reads at once: after a round, and while it is not asked
-
-
-class Pending(NamedTuple):
-    """Committed pairs that the draft has not absorbed yet, oldest first."""
-
-    aux_hidden: Float[Array, "B A Q D"]
-    tokens: Int[Array, "B Q"]
-    count: Int[Array, " B"]
+from gdn.cache import KVUpdate
 
 
 class Tally(NamedTuple):
@@ -87,8 +89,9 @@ class Choice(NamedTuple):
     """What a round verifies."""
 
     size: Int[Array, ""]  # index into the sizes; 0 is plain decoding
-    nodes: Proposal  # of the largest size, best nodes first
-    scores: Float[Array, "B M"]
+    nodes: Proposal  # of the largest size, best nodes first; with the probabilities believed in
+    claims: Float[Array, "B M"]  # what the draft says of each node but the root, see `learn`
+    cells: Int[Array, "B M"]
 
 
 class _Drafting(NamedTuple):
@@ -153,13 +156,9 @@ class AutoDrafter(nnx.Module):
 
     def init_state(self, batch: int, capacity: int) -> AutoState:
         """Make the state before the first token."""
-        draft, cfg = self.inner.init_state(batch, capacity), self.inner.draft.cfg
+        draft = self.inner.init_state(batch, capacity)
         slots = BLOCK + self.depth + 1  # a block, and the round that fills it
-        shape = (batch, cfg.num_aux, slots, cfg.target_hidden_size)
-        zeros = jnp.zeros(batch, jnp.int32)
-        pending = Pending(
-            jnp.zeros(shape, draft.hidden.dtype), jnp.zeros((batch, slots), jnp.int32), zeros
-        )
+        pending = no_pending(self.inner.draft.cfg, batch, slots, draft.hidden.dtype)
         tally = Tally(
             jnp.zeros(len(self.sizes), jnp.int32),
             jnp.zeros(self.depth + 1, jnp.int32),
@@ -194,7 +193,7 @@ class AutoDrafter(nnx.Module):
 
     def absorb(self, state: AutoState, aux_hidden, tokens, count) -> AutoState:
         """Absorb what waits, then pairs of a prompt."""
-        draft, pending = self.read_all(state.draft, state.pending)
+        draft, pending = read_all(self.inner, state.draft, state.pending)
         draft = self.inner.absorb(draft, aux_hidden, tokens, count)
         return state._replace(draft=draft, pending=pending)
 
@@ -202,7 +201,9 @@ class AutoDrafter(nnx.Module):
         self, state: AutoState, root: Int[Array, " B"], foresight: Foresight | None = None
     ) -> Proposal:
         """Propose the largest tree, whatever it costs."""
-        return self.inner.propose(self.read_all(state.draft, state.pending)[0], root, foresight)
+        return self.inner.propose(
+            read_all(self.inner, state.draft, state.pending)[0], root, foresight
+        )
 
     def rests(self, state: AutoState) -> Bool[Array, ""]:
         """Say whether the next round is plain: the draft is not asked, and need not read."""
@@ -210,7 +211,7 @@ class AutoDrafter(nnx.Module):
 
     def plain_round(
         self, target: HybridLM, state: DecodeState, requests: Requests
-    ) -> tuple[DecodeState, Accepted]:
+    ) -> tuple[DecodeState, Accepted, Proposal]:
         """Decode a token a row; the draft hears of it later."""
         root = NoDraft().propose((), state.root)
         scored = score(target, root, 0, self.aux_layers, state, requests)
@@ -220,19 +221,20 @@ class AutoDrafter(nnx.Module):
             sizes=auto.tally.sizes.at[0].add(1),
             depths=auto.tally.depths.at[0].add(1),
         )
-        auto = auto._replace(pace=pace, tally=tally, pending=_defer(auto.pending, scored))
-        return settle(state, scored)._replace(draft=auto), scored.accepted
+        auto = auto._replace(pace=pace, tally=tally, pending=defer(auto.pending, scored))
+        tree = self._verified(self._nothing(state.root), state.root)
+        return settle(state, scored)._replace(draft=auto), scored.accepted, tree
 
     def round(
         self, target: HybridLM, state: DecodeState, requests: Requests
-    ) -> tuple[DecodeState, Accepted]:
+    ) -> tuple[DecodeState, Accepted, Proposal]:
         """Read what waits, think unless this is a rest, and verify if something came of it."""
         thinks, auto = state.draft.pace.rest == 0, state.draft
         with jax.named_scope("absorb"):
             waiting = jnp.max(auto.pending.count)
             draft, pending = at_most_once(
                 (waiting >= BLOCK) | (thinks & (waiting > 2 * FEW)),
-                lambda carry: self.read(*carry, BLOCK),
+                lambda carry: read(self.inner, *carry, BLOCK),
                 (auto.draft, auto.pending),
             )
         nothing = self._nothing(state.root)
@@ -254,13 +256,23 @@ class AutoDrafter(nnx.Module):
             state, accepted = self._tree_round(target, state, requests, choice)
             return state, accepted, nothing  # not `choice`: XLA would see that it stays the same
 
-        return at_most_once(choice.size > 0, verify, (state, accepted, choice))[:2]
+        tree = self._verified(choice, state.root)
+        return *at_most_once(choice.size > 0, verify, (state, accepted, choice))[:2], tree
 
     def _nothing(self, root) -> Choice:
         """Return the choice to verify nothing."""
         tokens = jnp.zeros((root.shape[0], self.sizes[-1]), jnp.int32)
-        scores = jnp.full(tokens.shape, -jnp.inf)
-        return Choice(jnp.int32(0), Proposal(tokens, tokens - 1), scores)
+        none = jnp.full(tokens.shape, -jnp.inf)
+        nodes = Proposal(tokens, tokens - 1, none)
+        return Choice(jnp.int32(0), nodes, none[:, 1:], tokens[:, 1:])
+
+    def _verified(self, choice: Choice, root) -> Proposal:
+        """Return the nodes that a choice verifies; the others get the parent -1."""
+        is_in = jnp.arange(self.sizes[-1]) < jnp.asarray(self.sizes)[choice.size]
+        tokens, parents = choice.nodes.tokens.at[:, 0].set(root), choice.nodes.parents
+        scores = choice.nodes.scores
+        assert scores is not None
+        return Proposal(tokens, jnp.where(is_in, parents, -1), scores.at[:, 0].set(0.0))
 
     def _tree_round(
         self, target: HybridLM, state: DecodeState, requests: Requests, choice: Choice
@@ -275,11 +287,13 @@ class AutoDrafter(nnx.Module):
         table[list(self.offered)] = np.arange(len(self.offered))
         scored, path = jax.lax.switch(jnp.asarray(table)[choice.size], branches, choice.nodes)
         goes_on = scored.accepted.is_running  # a row that ends may end above nodes that were right
-        places = jnp.arange(1, self.sizes[-1])
+        places = jnp.arange(self.sizes[-1])
         verified = (places < jnp.asarray(self.sizes)[choice.size]) & goes_on[:, None]
-        right = jnp.any(path[:, :, None] == places, axis=1)
-        knowledge = learn(auto.knowledge, choice.scores[:, 1:], verified, right & verified)
-        auto = auto._replace(knowledge=knowledge, pending=_defer(auto.pending, scored))
+        right = verified & (jnp.any(path[:, :, None] == places, axis=1) | (places == 0))
+        above = choice.nodes.parents[:, 1:]
+        tried = verified[:, 1:] & (above >= 0) & jnp.take_along_axis(right, above, axis=1)
+        knowledge = learn(auto.knowledge, choice.claims, choice.cells, tried, tried & right[:, 1:])
+        auto = auto._replace(knowledge=knowledge, pending=defer(auto.pending, scored))
         state = settle(state, scored)._replace(draft=auto)
         return state, scored.accepted._replace(counts=None)
 
@@ -313,7 +327,7 @@ class AutoDrafter(nnx.Module):
         foresight: Foresight | None = None,
     ) -> tuple[AutoState, Choice]:
         """Draft as far as it pays, and choose the size to verify."""
-        draft, pending = self.read_all(auto.draft, auto.pending)
+        draft, pending = read_all(self.inner, auto.draft, auto.pending)
         prices, plan = Prices(*(x[...] for x in self.prices)), self.plan
         rows = jnp.sum(is_running, dtype=jnp.float32)
         rate = rows * rate_of(prices, auto.pace)
@@ -321,24 +335,29 @@ class AutoDrafter(nnx.Module):
         hope, is_trial = hopeful(start), explores(prices, auto.pace)
         guide = start._replace(accepted=jnp.where(is_trial, hope.accepted, start.accepted))
         most = rows * jnp.array(self.sizes, jnp.float32)
+        draws = jnp.zeros_like(is_running) if foresight is None else foresight.temperature > 0
+
+        def judge(log_q, depth):
+            ranks = jnp.arange(plan.branching)
+            return calibrated(guide, log_q, cell_of(log_q, ranks, depth, draws))
 
         def width_of(index, growth, tokens, spent, knowledge):
-            offer = offered(guide, growth.scores, is_running, plan.width)
+            offer = offered(growth.scores, is_running, plan.width)
             width = next_width(knowledge, prices, rate, index, offer, tokens, spent, most)
             return jnp.where(index < plan.depth, width, 0)
 
         def go_down(now: _Drafting) -> _Drafting:
-            offer = offered(guide, now.growth.scores, is_running, plan.width)
-            growth = self.expand(draft, now.index, now.growth, now.width, foresight)
-            tokens = expected_tokens(guide, growth.pool.scores, is_running, self.sizes)
+            offer = offered(now.growth.scores, is_running, plan.width)
+            growth = self.expand(draft, now.index, now.growth, now.width, foresight, judge)
+            tokens = expected_tokens(growth.pool.scores, is_running, self.sizes)
             gain = tokens - now.tokens
             knowledge = saw_level(now.knowledge, now.index, now.width, offer, gain)
             spent = now.spent + prices.levels[now.width - 1]
             width = width_of(now.index + 1, growth, tokens, spent, knowledge)
             return _Drafting(now.index + 1, width, growth, tokens, spent, knowledge)
 
-        growth = self.first(draft, foresight)
-        tokens = expected_tokens(guide, growth.pool.scores, is_running, self.sizes)
+        growth = self.first(draft, foresight, judge)
+        tokens = expected_tokens(growth.pool.scores, is_running, self.sizes)
         index = jnp.int32(1)
         width = width_of(index, growth, tokens, prices.absorb, start)
         end = jax.lax.while_loop(
@@ -348,13 +367,19 @@ class AutoDrafter(nnx.Module):
         )
         size, _ = best_size(prices, rate, end.tokens, end.spent)
         # Whether it pays is judged without hope, by what would have been verified then.
-        tokens = expected_tokens(start, end.growth.pool.scores, is_running, self.sizes)
+        pool = end.growth.pool
+        place = jnp.arange(pool.ids.shape[1])
+        ranks, depths = place % plan.branching, 1 + place // (plan.width * plan.branching)
+        cells = cell_of(pool.claims, ranks, depths, draws)
+        believed = path_sums(pool, calibrated(start, pool.claims, cells), plan.depth)
+        tokens = expected_tokens(believed, is_running, self.sizes)
         sober, _ = best_size(prices, rate, tokens, end.spent)
         pace = after_look(
             prices, auto.pace, tokens[sober] / jnp.maximum(rows, 1),
             end.spent + prices.rounds[sober],
         )  # fmt: skip
-        nodes, scores = best_first(end.growth.pool, root, self.sizes[-1])
+        nodes, chosen = best_first(pool, root, self.sizes[-1])
+        claims, cells = (jnp.take_along_axis(x, chosen, axis=1) for x in (pool.claims, cells))
         knowledge = forget(end.knowledge, pace.rest)
         is_tree = (size > 0).astype(jnp.int32)
         pace = pace._replace(rest=pace.rest + 1 - is_tree)  # this round itself is then plain
@@ -364,13 +389,19 @@ class AutoDrafter(nnx.Module):
             auto.tally.asked + 1,
             auto.tally.seconds + end.spent + is_tree * prices.rounds[size],
         )
-        return AutoState(draft, pending, knowledge, pace, tally), Choice(size, nodes, scores)
+        choice = Choice(size, nodes, claims, cells)
+        return AutoState(draft, pending, knowledge, pace, tally), choice
 
-    def first(self, draft: Eagle3State, foresight: Foresight | None = None) -> Growth:
+    def first(
+        self,
+        draft: Eagle3State,
+        foresight: Foresight | None = None,
+        judge: Judge | None = None,
+    ) -> Growth:
         """Return the level that needs no pass."""
-        inner = self.inner
-        ids, keys = inner.draft.target_ids[...], inner.no_keys(draft)
-        return first_level(self.plan, inner.first_logits(draft, foresight), draft.hidden, ids, keys)
+        ids, keys = self.inner.draft.target_ids[...], self.inner.no_keys(draft)
+        logits = self.inner.first_logits(draft, foresight)
+        return first_level(self.plan, logits, draft.hidden, ids, keys, judge)
 
     def expand(
         self,
@@ -379,51 +410,20 @@ class AutoDrafter(nnx.Module):
         growth: Growth,
         width,
         foresight: Foresight | None = None,
+        judge: Judge | None = None,
     ) -> Growth:
         """Run a draft pass of one node (width 1) or of the whole frontier (2)."""
         ids, one_pass = self.inner.draft.target_ids[...], self.inner.draft_pass(draft, foresight)
 
         def of(nodes: int) -> Callable[[Growth], Growth]:
-            return lambda growth: next_level(self.plan, index, growth, ids, one_pass, nodes)
+            return lambda growth: next_level(self.plan, index, growth, ids, one_pass, nodes, judge)
 
         if self.plan.width == 1:
             return of(1)(growth)
         return jax.lax.cond(width > 1, of(self.plan.width), of(1), growth)
-
-    def read(self, draft: Eagle3State, pending: Pending, size: int) -> tuple[Eagle3State, Pending]:
-        """Absorb the `size` oldest pending pairs of each row, fewer where there are not so many."""
-        count = jnp.minimum(pending.count, size)
-        aux_hidden = jnp.swapaxes(pending.aux_hidden[:, :, :size], 1, 2)
-        draft = self.inner.absorb(draft, aux_hidden, pending.tokens[:, :size], count)
-        left = Pending(
-            jnp.roll(pending.aux_hidden, -size, axis=2),
-            jnp.roll(pending.tokens, -size, axis=1),
-            pending.count - count,
-        )
-        return draft, left
-
-    def read_all(self, draft: Eagle3State, pending: Pending) -> tuple[Eagle3State, Pending]:
-        """Absorb all that waits, a few at a time: as many as most rounds bring."""
-        return jax.lax.while_loop(
-            lambda carry: jnp.any(carry[1].count > 0),
-            lambda carry: self.read(*carry, FEW),
-            (draft, pending),
-        )
 
 
 def _take(x: jax.Array, nodes: Int[Array, "B P"], axis: int) -> jax.Array:
     shape = [1] * x.ndim
     shape[0], shape[axis] = nodes.shape
     return jnp.take_along_axis(x, nodes.reshape(shape), axis=axis)
-
-
-def _defer(pending: Pending, scored: Scored) -> Pending:
-    """Put what a round committed behind what waits."""
-    accepted = scored.accepted
-    new = jnp.swapaxes(scored.aux_hidden, 1, 2).astype(pending.aux_hidden.dtype)
-    aux_hidden = write_rows(pending.aux_hidden, new, pending.count, accepted.count)
-    place = jnp.arange(accepted.tokens.shape[1])
-    at = jnp.where(place < accepted.count[:, None], pending.count[:, None] + place, 1 << 30)
-    rows = jnp.arange(len(at))[:, None]
-    tokens = pending.tokens.at[rows, at].set(accepted.tokens, mode="drop")
-    return Pending(aux_hidden, tokens, pending.count + accepted.count)

@@ -4,21 +4,28 @@ Tokens per second of a whole text are largest if every round maximises tokens - 
 where `rate` is what rounds bring on average (the fixed point is the best rate: Dinkelbach).
 Maximising each round's own tokens / seconds instead would cut short the rounds that promise most
 and draw out those that promise little. Expected tokens are 1 plus the probabilities of the paths to
-all nodes kept, as the draft states them, corrected by how often such nodes were accepted of late.
+all nodes kept: products, along a path, of what the draft says of each token, corrected by how often
+such tokens were accepted lately when the text had come to their parent. "Such" are tokens as likely
+by the draft's word, with as many likelier ones beside them, as deep, drawn or not. Of two tokens of
+which a draft says the same, a second choice is right less often than a first one, and a deep one
+less often than a shallow one. Corrected by path probability alone, trees grow too wide and flat.
 
 Nothing here knows of models: scores go in, decisions come out.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-BINS = 16  # of path probabilities, evenly in their square root
+BINS = 4  # of a token's probability, evenly in its square root
+RANKS, DEPTHS = 3, 3  # first, second and other choices; first, second and deeper levels
+CELLS = 2 * DEPTHS * RANKS * BINS  # greedy rows and those that draw
 _FORGET = 0.98  # what a round leaves of the counts before it: a window of fifty rounds
-_TRUST = 8.0  # verified nodes of a bin that the draft's own word is worth
-_HOPE = 3.0  # how many times likelier than it is said to be a node may be, for all that is known
+_TRUST = 2.0  # verified nodes of a cell that the draft's own word is worth
+_HOPE = 2.0  # how many times likelier than it is said to be a token may be, for all that is known
 _CERTAIN = 0.99  # nothing is more
 _OPTIMISM = 1.0  # the same for what a level brings at best: all of the frontier's probability
 _RECENT = 0.9  # of the mean rate: a window of ten rounds
@@ -38,8 +45,9 @@ class Prices(NamedTuple):
 class Knowledge(NamedTuple):
     """What verified nodes and drafted levels have taught; slowly forgotten."""
 
-    claimed: Float[Array, " N"]  # by bin: path probabilities of verified nodes, summed
-    accepted: Float[Array, " N"]  # and how many of these nodes were accepted, with all above them
+    # By cell, of verified nodes whose parent was right:
+    claimed: Float[Array, " C"]  # probabilities that the draft gave to their tokens, summed
+    accepted: Float[Array, " C"]  # how many of them were accepted
     offered: Float[Array, "D 2"]  # by pass and width: probability of the nodes it expanded
     gained: Float[Array, "D 2 K"]  # and by how much the expected tokens of a tree of each size rose
 
@@ -58,7 +66,7 @@ def no_knowledge(depth: int, sizes: tuple[int, ...]) -> Knowledge:
     """Return the start: the draft is as right as it says."""
     shape = (depth - 1, 2)  # no array twice: a state is given away whole
     levels = (jnp.zeros(shape), jnp.zeros((*shape, len(sizes))))
-    return Knowledge(jnp.zeros(BINS), jnp.zeros(BINS), *levels)
+    return Knowledge(jnp.zeros(CELLS), jnp.zeros(CELLS), *levels)
 
 
 def first_pace() -> Pace:
@@ -67,20 +75,38 @@ def first_pace() -> Pace:
     return Pace(jnp.float32(0), jnp.float32(0), *counts)
 
 
-def _word() -> Float[Array, " N"]:
-    """Return what the nodes that stand for the draft's own word claim, by bin."""
-    return _TRUST * ((jnp.arange(BINS) + 0.5) / BINS) ** 2
+def _word() -> Float[Array, " C"]:
+    """Return what the tokens that stand for the draft's own word claim, by cell."""
+    return _TRUST * ((jnp.arange(CELLS) % BINS + 0.5) / BINS) ** 2
 
 
-def _bin(probability):
-    return jnp.minimum((jnp.sqrt(probability) * BINS).astype(jnp.int32), BINS - 1)
+def cell_of(
+    log_claims: Float[Array, "*shape"],
+    ranks: Int[Array, "..."],
+    depths: Int[Array, "..."] | int,
+    draws: Bool[Array, " B"],
+) -> Int[Array, "*shape"]:
+    """Return what tokens count as.
+
+    Args:
+      log_claims: log-probabilities that the draft gives to them after their parents.
+      ranks: how many tokens beside each it takes for likelier; from 0. Broadcast, as depths are.
+      depths: below the root, from 1.
+      draws: rows whose tokens are drawn, not the likeliest.
+    """
+    by_word = jnp.minimum((jnp.exp(log_claims / 2) * BINS).astype(jnp.int32), BINS - 1)
+    kind = draws.astype(jnp.int32).reshape(-1, *(1,) * (log_claims.ndim - 1))
+    kind = kind * DEPTHS + jnp.minimum(depths, DEPTHS) - 1
+    return (kind * RANKS + jnp.minimum(ranks, RANKS - 1)) * BINS + by_word
 
 
-def calibrated(knowledge: Knowledge, scores: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return the probability that a node is accepted, from the log-probability of its path."""
-    probability, word = jnp.exp(scores), _word()
-    right = (knowledge.accepted + word) / (knowledge.claimed + word)
-    return jnp.minimum(probability * right[_bin(probability)], _CERTAIN)
+def calibrated(
+    knowledge: Knowledge, log_claims: Float[Array, "*shape"], cells: Int[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Return the log-probabilities that tokens are accepted if their parents are."""
+    word = _word()
+    right = jnp.log((knowledge.accepted + word) / (knowledge.claimed + word))
+    return jnp.minimum(log_claims + right[cells], math.log(_CERTAIN))
 
 
 def hopeful(knowledge: Knowledge) -> Knowledge:
@@ -105,28 +131,30 @@ def explores(prices: Prices, pace: Pace) -> Bool[Array, ""]:
 
 def learn(
     knowledge: Knowledge,
-    scores: Float[Array, "B M"],
-    verified: Bool[Array, "B M"],
+    log_claims: Float[Array, "B M"],
+    cells: Int[Array, "B M"],
+    tried: Bool[Array, "B M"],
     accepted: Bool[Array, "B M"],
 ) -> Knowledge:
-    """Count verified nodes; `accepted` ones are those on the accepted path."""
-    probability = jnp.exp(scores)
-    in_bin = jax.nn.one_hot(_bin(probability), BINS) * verified[..., None]
-    counts = [jnp.sum(in_bin * x[..., None], axis=(0, 1)) for x in (probability, accepted)]
+    """Count nodes that were verified and whose parents were right: `tried`."""
+    in_cell = jax.nn.one_hot(cells, CELLS) * tried[..., None]
+    counts = (jnp.sum(in_cell * x[..., None], axis=(0, 1)) for x in (jnp.exp(log_claims), accepted))
+    claimed, right = counts
     return knowledge._replace(
-        claimed=knowledge.claimed + counts[0], accepted=knowledge.accepted + counts[1]
+        claimed=knowledge.claimed + claimed, accepted=knowledge.accepted + right
     )
 
 
 def expected_tokens(
-    knowledge: Knowledge,
-    scores: Float[Array, "B N"],
-    is_running: Bool[Array, " B"],
-    sizes: tuple[int, ...],
+    scores: Float[Array, "B N"], is_running: Bool[Array, " B"], sizes: tuple[int, ...]
 ) -> Float[Array, " K"]:
-    """Return the tokens of all running rows from trees of the best candidates, by size."""
+    """Return the tokens of all running rows from trees of the best candidates, by size.
+
+    Args:
+      scores: log-probabilities that candidates are accepted, with all above them.
+    """
     best, _ = jax.lax.top_k(scores, sizes[-1] - 1)
-    kept = jnp.cumsum(jnp.sum(calibrated(knowledge, best) * is_running[:, None], axis=0))
+    kept = jnp.cumsum(jnp.sum(jnp.exp(best) * is_running[:, None], axis=0))
     rows = jnp.sum(is_running, dtype=jnp.float32)
     return rows + jnp.concatenate([jnp.zeros(1), kept[jnp.array(sizes[1:]) - 2]])
 
@@ -141,11 +169,11 @@ def best_size(
 
 
 def offered(
-    knowledge: Knowledge, scores: Float[Array, "B n"], is_running: Bool[Array, " B"], width: int
+    scores: Float[Array, "B n"], is_running: Bool[Array, " B"], width: int
 ) -> Float[Array, " 2"]:
     """Return the probability of the nodes that a narrow and a wide pass would expand."""
     best, _ = jax.lax.top_k(scores, width)
-    frontier = jnp.sum(calibrated(knowledge, best) * is_running[:, None], axis=0)
+    frontier = jnp.sum(jnp.exp(best) * is_running[:, None], axis=0)
     return jnp.stack([frontier[0], jnp.sum(frontier)])
 
 

@@ -27,7 +27,8 @@ from gdn.ops.native.compiler import cache_folder
 
 log = logging.getLogger(__name__)
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Fine at first: a chain of two drafts is a tree of three nodes, and on a CPU a fourth costs.
+_SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 _NOISE = 1.02  # sizes whose costs differ less cost the same
 
 
@@ -41,7 +42,7 @@ class Costs:
 
 
 def sizes_of(plan: TreePlan) -> tuple[int, ...]:
-    """Return the sizes that a round chooses from: powers of two, and the most there may be."""
+    """Return the sizes that a round chooses from, up to the most there may be."""
     return (*(n for n in _SIZES if n < plan.size), plan.size)
 
 

@@ -6,7 +6,8 @@ from eagle3.decoding.auto import AutoDrafter
 from eagle3.decoding.costs import CostBook
 from eagle3.decoding.drafter import Drafter, Eagle3Drafter
 from eagle3.decoding.measure import measure_costs
-from eagle3.decoding.session import Answer, Chunk, Request, Session
+from eagle3.decoding.request import Answer, Chunk, Request
+from eagle3.decoding.session import Session
 from eagle3.decoding.tree import TreePlan, dynamic_plan
 from eagle3.draft import Eagle3Draft
 from gdn import HybridLM

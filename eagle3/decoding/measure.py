@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from eagle3.decoding.accept import Limits
-from eagle3.decoding.auto import FEW, AutoDrafter, AutoState
+from eagle3.decoding.auto import AutoDrafter, AutoState
 from eagle3.decoding.costs import Costs
+from eagle3.decoding.pending import FEW, read
 from eagle3.decoding.sampling import SamplingParams, batch_sampling
-from eagle3.decoding.speculate import DecodeState, Requests, settle
+from eagle3.decoding.speculate import DecodeState, Requests, merge, settle, split
 from eagle3.decoding.tree import Proposal
 from gdn import HybridLM, init_cache
 
@@ -76,8 +76,7 @@ class _Bench:
     def __init__(self, target: HybridLM, drafter: AutoDrafter, batch: int, capacity: int):
         self.place = min(capacity // 2, target.cfg.max_position_embeddings - 1)
         self.vocab = target.cfg.vocab_size
-        graph, params = nnx.split((target, drafter))
-        self.graph, self.params = graph, nnx.to_pure_dict(params)
+        self.graph, self.params = split(target, drafter)
         sampling = batch_sampling([SamplingParams()] * batch, [[0]] * batch, self.vocab)
         never = Limits(jnp.full((batch, 4), -1, jnp.int32), jnp.full(batch, 1 << 30, jnp.int32))
         self.requests = Requests(sampling, never)
@@ -112,7 +111,7 @@ class _Bench:
         graph, vocab = self.graph, self.vocab
 
         def loop(params, state, count):
-            modules = nnx.merge(graph, params)
+            modules = merge(graph, params)
 
             def turn(i, state):
                 state = self.back(step(*modules, state))
@@ -150,7 +149,7 @@ class _Bench:
         pending = auto.pending
         streams = pending.aux_hidden + auto.draft.hidden[:, :1, None, None] * 1e-9
         pending = pending._replace(aux_hidden=streams)
-        draft, pending = drafter.read(auto.draft, pending, FEW)
+        draft, pending = read(drafter.inner, auto.draft, pending, FEW)
         return state._replace(draft=auto._replace(draft=draft, pending=pending))
 
     def level(self, width: int):

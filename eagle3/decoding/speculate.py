@@ -50,6 +50,7 @@ class Emitted(NamedTuple):
     is_drafted: Bool[Array, "B N"]
     logprobs: Float[Array, "B N"]
     count: Int[Array, " B"]
+    tree: Proposal | None = None  # what the last of them verified, if it was asked for
 
 
 class Chosen(NamedTuple):
@@ -86,13 +87,13 @@ class AdaptiveDrafter(Drafter, Protocol):
 
     def plain_round(
         self, target: HybridLM, state: DecodeState, requests: Requests
-    ) -> tuple[DecodeState, Accepted]:
-        """Run a round without a draft."""
+    ) -> tuple[DecodeState, Accepted, Proposal]:
+        """Run a round without a draft; its tree is padded, with parents -1."""
         ...
 
     def round(
         self, target: HybridLM, state: DecodeState, requests: Requests
-    ) -> tuple[DecodeState, Accepted]:
+    ) -> tuple[DecodeState, Accepted, Proposal]:
         """Run one with a draft, of up to depth + 1 tokens a row; or none, and rest from then on."""
         ...
 
@@ -107,8 +108,12 @@ class AdaptiveDrafter(Drafter, Protocol):
 
 def decode_round(
     target: HybridLM, drafter: Drafter, state: DecodeState, requests: Requests
-) -> tuple[DecodeState, Accepted]:
-    """Run one round; a row that has ended keeps everything as it is."""
+) -> tuple[DecodeState, Accepted, Proposal]:
+    """Run one round; a row that has ended keeps everything as it is.
+
+    Returns:
+      The state after it, what was accepted, and the tree that was verified.
+    """
     with jax.named_scope("draft"):
         foresight = requests.sampling.foresight(state.emitted, target.cfg.vocab_size)
         proposal = drafter.propose(state.draft, state.root, foresight)
@@ -117,7 +122,7 @@ def decode_round(
     state = settle(state, scored)
     with jax.named_scope("absorb"):
         draft = drafter.absorb(state.draft, scored.aux_hidden, accepted.tokens, accepted.count)
-    return state._replace(draft=draft), accepted
+    return state._replace(draft=draft), accepted, proposal
 
 
 def score(
@@ -160,6 +165,7 @@ def decode_rounds(
     requests: Requests,
     rounds: Int[Array, ""] | int,
     most_rounds: int,
+    keeps_tree: bool = False,
 ) -> tuple[DecodeState, Emitted]:
     """Run `rounds` rounds on the device, fewer if all rows end.
 
@@ -167,6 +173,7 @@ def decode_rounds(
 
     Args:
       most_rounds: no fewer than `rounds`; decides the size of the result, N, at compile time.
+      keeps_tree: return the tree of the last round beside the tokens.
     """
     batch, most = state.root.shape[0], drafter.depth + 1
     shape, rows = (batch, most_rounds * most), jnp.arange(batch)[:, None]
@@ -175,7 +182,7 @@ def decode_rounds(
         index, state, _ = carry
         return (index < rounds) & jnp.any(state.is_running)
 
-    def record(out, new):
+    def record(out, new, tree):
         place = jnp.arange(new.tokens.shape[1])
         real = place < new.count[:, None]
         at = jnp.where(real, out.count[:, None] + place, shape[1])  # beyond the end: dropped
@@ -188,14 +195,18 @@ def decode_rounds(
             put(out.is_drafted, new.is_drafted),
             put(out.logprobs, new.logprobs),
             out.count + new.count,
+            None if out.tree is None else choose(new, tree, out.tree),
         )
+
+    def choose(new, tree, before):
+        return jax.tree.map(partial(jnp.where, jnp.any(new.count > 0)), tree, before)
 
     def step_of(one_round):
         def step(carry):
             index, state, out = carry
-            state, new = one_round(target, state, requests)
+            state, new, tree = one_round(target, state, requests)
             # A drafter may have chosen to rest instead: then nothing came, of any row.
-            return index + jnp.any(new.count > 0), state, record(out, new)
+            return index + jnp.any(new.count > 0), state, record(out, new, tree)
 
         return step
 
@@ -213,10 +224,16 @@ def decode_rounds(
 
     empty = Emitted(
         jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.float32),
-        jnp.zeros(batch, jnp.int32),
+        jnp.zeros(batch, jnp.int32), _no_tree(drafter, state) if keeps_tree else None,
     )  # fmt: skip
     _, state, out = jax.lax.while_loop(more, step, (jnp.int32(0), state, empty))
     return state, out
+
+
+def _no_tree(drafter: Drafter, state: DecodeState) -> Proposal:
+    """Return zeros in the shape of what the drafter proposes."""
+    shapes = jax.eval_shape(drafter.propose, state.draft, state.root)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def at_most_once(condition: Bool[Array, ""], body: Callable[[T], Any], carry: T) -> Any:
@@ -241,19 +258,57 @@ def prefill(
     return out.cache, drafter.absorb(draft, out.aux_hidden, following, count)
 
 
-# The compiled steps. Modules come as (graph, pure dict): cheap to pass at every call.
+# The compiled steps. Modules come as `split` returns them: cheap to pass at every call.
 
 
-@partial(jax.jit, static_argnames=("graph", "most_rounds"), donate_argnames=("state",))
-def run_rounds(graph, params, state: DecodeState, requests: Requests, rounds, most_rounds: int):
+class Structure:
+    """What modules are but for their arrays, hashed once: a jit looks up static arguments by hash.
+
+    Hashing the graph of twelve layers takes a millisecond, at each visit of the host.
+    """
+
+    def __init__(self, graph: nnx.GraphDef):
+        """Take what `nnx.split` returns first."""
+        self.graph, self._hash = graph, hash(graph)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Structure) and self.graph == other.graph)
+
+
+def split(target: HybridLM, drafter: Drafter) -> tuple[Structure, Any]:
+    """Part target and drafter into a static argument and a tree of arrays."""
+    graph, params = nnx.split((target, drafter))
+    return Structure(graph), nnx.to_pure_dict(params)
+
+
+def merge(structure: Structure, params: Any) -> tuple[HybridLM, Any]:
+    """Return target and drafter again."""
+    return nnx.merge(structure.graph, params)
+
+
+@partial(
+    jax.jit, static_argnames=("graph", "most_rounds", "keeps_tree"), donate_argnames=("state",)
+)
+def run_rounds(
+    graph: Structure,
+    params,
+    state: DecodeState,
+    requests: Requests,
+    rounds,
+    most_rounds: int,
+    keeps_tree: bool = False,
+):
     """Run `decode_rounds`; the state is updated in place."""
-    target, drafter = nnx.merge(graph, params)
-    state, out = decode_rounds(target, drafter, state, requests, rounds, most_rounds)
+    target, drafter = merge(graph, params)
+    state, out = decode_rounds(target, drafter, state, requests, rounds, most_rounds, keeps_tree)
     return pin(state), out
 
 
 @partial(jax.jit, static_argnames=("graph",), donate_argnames=("cache", "draft"))
-def run_prefill(graph, params, cache, draft, tokens, following, count):
+def run_prefill(graph: Structure, params, cache, draft, tokens, following, count):
     """Run `prefill`; cache and drafter state are updated in place."""
-    target, drafter = nnx.merge(graph, params)
+    target, drafter = merge(graph, params)
     return pin(prefill(target, drafter, cache, draft, tokens, following, count))

@@ -35,6 +35,8 @@ class Proposal(NamedTuple):
 
     tokens: Int[Array, "B M"]
     parents: Int[Array, "B M"]
+    # Log-probability of the path to each node, 0 for node 0; None: the drafter has none to tell.
+    scores: Float[Array, "B M"] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ def static_plan(paths: Sequence[Sequence[int]]) -> TreePlan:
 # -> logits [B, w, Vd], hidden [B, w, H], carry. `visible` are the node's ancestors and itself among
 # the slots of all passes, `width` a pass.
 DraftPass = Callable[[Any, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, jax.Array, Any]]
+# (log-probabilities [B, w, k] that the draft gives to each node's best tokens, depth below the root
+# from 1) -> what to believe of them, at most 0: a score is the sum along a path.
+Judge = Callable[[jax.Array, Any], jax.Array]
 
 
 class Pool(NamedTuple):
@@ -129,6 +134,9 @@ class Pool(NamedTuple):
     ids: Int[Array, "B N"]  # in the target's vocabulary
     scores: Float[Array, "B N"]  # log-probability of the whole path
     parents: Int[Array, "B N"]  # among the candidates; -1: the root
+    claims: Float[
+        Array, "B N"
+    ]  # log-probability that the draft gives to the token after its parent
 
 
 class Growth(NamedTuple):
@@ -168,24 +176,30 @@ def draft_tree(
     return _select(plan, root, growth.pool)
 
 
-def first_level(plan: TreePlan, logits, hidden, target_ids, carry: Any) -> Growth:
+def first_level(
+    plan: TreePlan, logits, hidden, target_ids, carry: Any, judge: Judge | None = None
+) -> Growth:
     """Take the children of the root, which need no pass of their own."""
     batch, width, level = logits.shape[0], plan.width, plan.width * plan.branching
-    ids, scores = _best_children(plan, target_ids, logits[:, None], jnp.zeros((batch, 1)))
-    shape = (batch, plan.depth * level)
-    pool = Pool(
-        jnp.zeros(shape, jnp.int32),
-        jnp.full(shape, -jnp.inf),
-        jnp.full(shape, -1, jnp.int32),
-    )
-    pool = Pool(pool.ids.at[:, :level].set(ids), pool.scores.at[:, :level].set(scores), pool[2])
+    nothing = jnp.zeros((batch, 1))
+    ids, scores, claims = _best_children(plan, target_ids, logits[:, None], nothing, 1, judge)
+    rest = ((0, 0), (0, (plan.depth - 1) * level))
+    none = jnp.full((batch, plan.depth * level), -1, jnp.int32)
+    unknown = (jnp.pad(x, rest, constant_values=-jnp.inf) for x in (scores, claims))
+    pool = Pool(jnp.pad(ids, rest), next(unknown), none, next(unknown))
     hidden = jnp.broadcast_to(hidden[:, None], (batch, width, hidden.shape[-1]))
     visible = jnp.zeros((batch, width, (plan.depth - 1) * width), bool)
     return Growth(ids, scores, hidden, visible, pool, carry)
 
 
 def next_level(
-    plan: TreePlan, index, growth: Growth, target_ids, draft_pass: DraftPass, width: int
+    plan: TreePlan,
+    index,
+    growth: Growth,
+    target_ids,
+    draft_pass: DraftPass,
+    width: int,
+    judge: Judge | None = None,
 ) -> Growth:
     """Expand `width` nodes of the newest level, at most `plan.width`, in draft pass `index`."""
     batch, k, level = growth.ids.shape[0], plan.branching, plan.width * plan.branching
@@ -200,7 +214,7 @@ def next_level(
     own = (index - 1) * plan.width + jnp.arange(width)
     visible = visible | (jnp.arange(visible.shape[2]) == own[:, None])
     logits, hidden, carry = draft_pass(index, tokens, hidden, visible, growth.carry)
-    ids, scores = _best_children(plan, target_ids, logits, scores)
+    ids, scores, claims = _best_children(plan, target_ids, logits, scores, index + 1, judge)
     parents = jnp.repeat((index - 1) * level + chosen, k, axis=1).astype(jnp.int32)
     spare = plan.width - width
     parents = jnp.pad(parents, ((0, 0), (0, spare * k)), constant_values=-1)
@@ -208,23 +222,29 @@ def next_level(
     pool = Pool(
         *(
             jax.lax.dynamic_update_slice_in_dim(x, new, index * level, axis=1)
-            for x, new in zip(growth.pool, (ids, scores, parents), strict=True)
+            for x, new in zip(growth.pool, (ids, scores, parents, claims), strict=True)
         )
     )
     return Growth(ids, scores, hidden, visible, pool, carry)
 
 
-def _best_children(plan: TreePlan, target_ids, logits, scores):
-    """Return ids and scores [B, level] of each node's best; -inf where there are not so many."""
+def _best_children(plan: TreePlan, target_ids, logits, scores, depth, judge: Judge | None):
+    """Return ids, scores, claims [B, level] of each node's best; -inf where there are not so many.
+
+    Args:
+      depth: of the children, below the root.
+    """
     size = plan.width * plan.branching
     top, ids = jax.lax.top_k(jnp.where(jnp.isnan(logits), _WORST, logits), plan.branching)
     log_q = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     # A broken draft must still give a tree: each node after its parent, no NaN in the order.
     log_q = jnp.clip(jnp.where(jnp.isnan(log_q), _WORST, log_q), _WORST, 0.0)
-    ids, scores = target_ids[ids], scores[..., None] + log_q
-    ids, scores = (x.reshape(x.shape[0], -1) for x in (ids, scores))
+    believed = log_q if judge is None else judge(log_q, depth)
+    found = (target_ids[ids], scores[..., None] + believed, log_q)
+    ids, scores, claims = (x.reshape(x.shape[0], -1) for x in found)
     missing = ((0, 0), (0, size - ids.shape[1]))
-    return jnp.pad(ids, missing), jnp.pad(scores, missing, constant_values=-jnp.inf)
+    scores, claims = (jnp.pad(x, missing, constant_values=-jnp.inf) for x in (scores, claims))
+    return jnp.pad(ids, missing), scores, claims
 
 
 def _select(plan: TreePlan, root, pool: Pool) -> Proposal:
@@ -235,15 +255,16 @@ def _select(plan: TreePlan, root, pool: Pool) -> Proposal:
         chosen = jnp.sort(chosen, axis=1)
     else:
         chosen = jnp.broadcast_to(np.array(plan.nodes), (root.shape[0], plan.size - 1))
-    tokens, above = (jnp.take_along_axis(x, chosen, axis=1) for x in (pool.ids, pool.parents))
+    tokens, scores, above = (jnp.take_along_axis(x, chosen, axis=1) for x in pool[:3])
     rank = jnp.sum(chosen[:, None] < above[..., None], axis=-1, dtype=jnp.int32)
     above = jnp.where(above < 0, 0, rank + 1)
     tokens = jnp.concatenate([root[:, None], tokens], axis=1)
-    return Proposal(tokens, jnp.pad(above, ((0, 0), (1, 0)), constant_values=-1))
+    above = jnp.pad(above, ((0, 0), (1, 0)), constant_values=-1)
+    return Proposal(tokens, above, jnp.pad(scores, ((0, 0), (1, 0))))
 
 
 def best_first(pool: Pool, root: Int[Array, " B"], size: int) -> tuple[Proposal, jax.Array]:
-    """Return the `size` best nodes in the order of their scores, and the scores [B, size].
+    """Return the `size` best nodes in the order of their scores, and which they are [B, size - 1].
 
     A parent scores no lower than its children and comes first, so the first n nodes are the best
     tree of n. Where there are not so many, nodes are padded: score -inf, parent -1.
@@ -258,4 +279,14 @@ def best_first(pool: Pool, root: Int[Array, " B"], size: int) -> tuple[Proposal,
         jnp.pad(x, ((0, 0), (1, 0)), constant_values=value)
         for x, value in ((parents, -1), (scores, 0.0))
     )
-    return Proposal(tokens, parents), scores
+    return Proposal(tokens, parents, scores), chosen
+
+
+def path_sums(pool: Pool, values: Float[Array, "B N"], depth: int) -> Float[Array, "B N"]:
+    """Return the sum of `values` along the path to each candidate, itself included."""
+
+    def step(_, sums):  # right for one level more
+        above = jnp.take_along_axis(sums, jnp.maximum(pool.parents, 0), axis=1)
+        return values + jnp.where(pool.parents < 0, 0.0, above)
+
+    return jax.lax.fori_loop(1, depth, step, values)

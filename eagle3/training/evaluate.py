@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from eagle3.decoding.generate import generate
-from eagle3.decoding.session import Answer, Request, total_acceptance
+from eagle3.decoding.request import Answer, Request, total_acceptance
 from eagle3.decoding.tree import TreePlan
 from eagle3.draft import Eagle3Draft
 from eagle3.training.data.dataset import TokenDataset
@@ -30,6 +30,7 @@ class Evaluation(NamedTuple):
     line: str  # for people
     bars: dict[str, list[float]] = {}
     texts: dict[str, str] = {}
+    pictures: dict[str, bytes] = {}  # PNG
 
 
 def target_scalars(sums: TargetSums) -> dict[str, float]:
@@ -126,3 +127,14 @@ def acceptance(answers: Sequence[Answer], depth: int) -> tuple[float, list[float
     """
     tau, found = total_acceptance(answers)
     return tau, found + [0.0] * (depth - len(found))
+
+
+def acceptance_picture(by_depth: Sequence[float], tau: float) -> dict[str, bytes]:
+    """Draw acceptance by depth, by name, if matplotlib is there."""
+    try:
+        from eagle3 import plots
+    except ModuleNotFoundError:
+        return {}
+    ax = plots.acceptance_by_depth({"": by_depth})
+    ax.set_title(f"tau {tau:.2f} tokens a round")
+    return {"acceptance": plots.png(ax)}

@@ -20,11 +20,12 @@ from eagle3.draft_config import DraftConfig
 from eagle3.files import write_whole
 from eagle3.generated import generated_target
 from eagle3.interop import save_draft
-from eagle3.sharding import check_shape, create, place, place_module, spread
+from eagle3.processes import first_goes_ahead, is_alone, is_first
+from eagle3.sharding import check_shape, create, gathered, own_rows, place, place_module, spread
 from eagle3.training import evaluate
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.batches import Batch, Batches
-from eagle3.training.data.config import SourceConfig
+from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.data.dataset import TokenDataset, open_datasets
 from eagle3.training.data.masking import Masker
 from eagle3.training.evaluate import Evaluation
@@ -64,6 +65,13 @@ def build_job(config: TrainConfig, report: Report) -> Job:
     Raises:
       ValueError: a file or a value cannot be used.
     """
+    if config.eval.prompts and not is_alone():
+        raise ConfigError(
+            f"eval.prompts is {config.eval.prompts}, but decoding is for one process: set it to 0,"
+            " the best weights are then those with the best held-out loss or simulated tau"
+        )
+    if config.data.feature_cache and not is_alone():
+        raise ConfigError("data.feature_cache is for one process: leave it empty for several")
     return (_target_job if config.task == "target" else _draft_job)(config, report)
 
 
@@ -73,8 +81,10 @@ def _target_job(config: TrainConfig, report: Report) -> Job:
     else:
         load = load_pretrained(config.target, jnp.float32)
         vocab_size = load.cfg.vocab_size
-    masker = Masker.load(place_tokenizer(config, vocab_size, report), vocab_size)
-    datasets = open_datasets(config.data, masker, report)
+    with first_goes_ahead():
+        tokenizer = place_tokenizer(config, vocab_size, report)
+    masker = Masker.load(tokenizer, vocab_size)
+    datasets = _open(config.data, masker, report)
     model = load or generated_target(config.generated, jnp.float32, masker.tokenizer.end_ids)
     cfg = model.cfg
     check_shape(config.mesh, cfg)
@@ -102,16 +112,21 @@ def _target_job(config: TrainConfig, report: Report) -> Job:
         )  # fmt: skip
         return {"sample": masker.tokenizer.decode([*prompts[0], *answers[0].tokens])}
 
+    def export(params: Any) -> None:
+        params = gathered(params)
+        if is_first():
+            save_pretrained(nnx.merge(graph, params), config.out)
+
     return Job(
         task=task,
         optimizer=(optimizer := make_optimizer(config.optim, config.steps)),
         state=_first_state(params, optimizer, config.optim.ema),
         frozen=(),
         batches=Batches(config.data, datasets),
-        take=lambda step, batch: spread(batch),
+        take=lambda step, batch: spread(batch, config.data.batch_size),
         scalars=evaluate.target_scalars,
         evaluate=None if not held else evaluate_target,
-        export=lambda params: save_pretrained(nnx.merge(graph, params), config.out),
+        export=export,
         flops=3 * target_flops(cfg, config.data.length),
         identity=_identity(config, datasets),
     )
@@ -129,7 +144,7 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
     masker = Masker.load(config.target, target_cfg.vocab_size)
     # Before the target is loaded here: answering loads it too.
     data = regenerate(config, masker, report) if config.regenerate.rows else config.data
-    datasets = open_datasets(data, masker, report)
+    datasets = _open(data, masker, report)
     _check_tokens(config, target_cfg, datasets)
     target = load_pretrained(config.target, dtype)
     counts = sum(count_tokens(d.tokens, d.mask, cfg.vocab_size) for d in datasets.values())
@@ -149,7 +164,7 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
     target_graph, target_params, _ = _split(target)
 
     def look(batch: Batch) -> FeaturedBatch:
-        batch = spread(batch)
+        batch = spread(batch, config.data.batch_size)
         features = target_features(target_graph, target_params, cfg.aux_layers, batch)
         return FeaturedBatch(batch, features)
 
@@ -189,7 +204,14 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
         return Evaluation(
             scalars | {"tau_real": tau}, tau, f"{line}, real tau {tau:.2f}",
             {"acceptance_by_depth": by_depth}, {"sample": sample},
+            evaluate.acceptance_picture(by_depth, tau),
         )  # fmt: skip
+
+    def export(params: Any) -> None:
+        params, own_tables = gathered((cast(params, dtypes), tables)) or (None, None)
+        if is_first():
+            draft = nnx.merge(graph, params, own_tables)
+            save_draft(draft, config.out, config.draft.layout, target_name=config.target)
 
     length = config.data.length
     return Job(
@@ -201,9 +223,7 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
         take=take,
         scalars=evaluate.draft_scalars,
         evaluate=None if not held else evaluate_draft,
-        export=lambda params: save_draft(
-            merged(params), config.out, config.draft.layout, target_name=config.target
-        ),
+        export=export,
         flops=3 * draft_flops(cfg, length, config.ttt.steps) + target_flops(target.cfg, length),
         identity=identity | {"draft_vocabulary": digest(vocabulary.target_ids.tolist())},
     )
@@ -237,10 +257,18 @@ def _heldout(
         report("no eval.sources: nothing is measured on held-out text, the last weights are kept")
         return [], {}
     held = dataclasses.replace(config.data, sources=sources)
-    datasets = open_datasets(held, masker, report)
+    datasets = _open(held, masker, report)
     batches = Batches(held, datasets)
-    made = (batches.batch_at(number) for number in range(config.eval.batches))
-    return [spread(Batch(*(x[None] for x in batch))) for batch in made], datasets
+    count = config.data.batch_size
+    own = own_rows(count)
+    made = (batches.batch_at(number, own) for number in range(config.eval.batches))
+    return [spread(Batch(*(x[None] for x in batch)), count) for batch in made], datasets
+
+
+def _open(data: DataConfig, masker: Masker, report: Report) -> dict[str, TokenDataset]:
+    """Return the sources; of several processes, the first one tokenises them."""
+    with first_goes_ahead():
+        return open_datasets(data, masker, report)
 
 
 def _check_tokens(
@@ -280,7 +308,7 @@ def _write_prompts(
 ) -> None:
     """Leave prompts for `decode.py --compare` that choosing the best draft did not look at."""
     prompts = _prompts(config, held, cfg, skip=config.eval.prompts)
-    if not prompts:
+    if not prompts or not is_first():
         return
     lines = [json.dumps({"prompt": masker.tokenizer.decode(ids, special=True)}) for ids in prompts]
     path = Path(config.out) / PROMPTS

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.plugins.histogram import metadata as histogram_plugin
+from tensorboard.plugins.image import metadata as image_plugin
 from tensorboard.plugins.scalar import metadata as scalar_plugin
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -21,12 +22,14 @@ _Summary: Any = vars(summary_pb2)["Summary"]
 
 
 class Metrics:
-    """Writes scalars, texts and histograms of a run; several runs in one directory are joined."""
+    """Writes scalars, texts, histograms and figures of a run; runs in one directory are joined."""
 
-    def __init__(self, directory: str | Path):
-        """Open a new event file in `directory`, which is made if need be."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(directory))
+    def __init__(self, directory: str | Path | None):
+        """Open a new event file in `directory`, which is made if need be; None: nothing is told."""
+        self._writer = None
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._writer = EventFileWriter(str(directory))
 
     def __enter__(self) -> Metrics:
         return self
@@ -50,7 +53,14 @@ class Metrics:
         metadata = histogram_plugin.create_summary_metadata("", "")
         self._add(step, tag, buckets, metadata)
 
+    def image(self, step: int, tag: str, png: bytes) -> None:
+        """Write a picture, a PNG file."""
+        sizes = (b"%d" % int.from_bytes(png[at : at + 4]) for at in (16, 20))  # of its header
+        self._add(step, tag, [*sizes, png], image_plugin.create_summary_metadata("", ""))
+
     def _add(self, step: int, tag: str, value: Any, metadata: Any) -> None:
+        if self._writer is None:
+            return
         is_text = isinstance(value, list) and isinstance(value[0], bytes)
         tensor = make_tensor_proto(value if is_text else np.asarray(value, np.float32))
         summary = _Summary(value=[_Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
@@ -58,8 +68,10 @@ class Metrics:
 
     def flush(self) -> None:
         """Write out what was added; a running TensorBoard then sees it."""
-        self._writer.flush()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 from eagle3.config import ConfigError
 from eagle3.files import new_folder
+from eagle3.processes import is_first
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.bpe import train_bpe
 from eagle3.training.data.rows import Chat, Dropped, Text, parse_row
@@ -45,7 +46,7 @@ def place_tokenizer(
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
-        if (folder / name).is_file():
+        if is_first() and (folder / name).is_file():
             partial = out / (name + ".tmp")
             shutil.copyfile(folder / name, partial)
             partial.replace(out / name)

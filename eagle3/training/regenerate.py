@@ -21,6 +21,7 @@ from eagle3.cli.engine import Engine, build
 from eagle3.config import ConfigError, DecodeConfig, SamplingConfig
 from eagle3.digest import digest, directory_digest
 from eagle3.files import write_whole
+from eagle3.processes import is_alone
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.data.masking import Masker
@@ -47,7 +48,8 @@ def regenerate(config: TrainConfig, masker: Masker, report: Report = print) -> D
 
     Raises:
       KeyboardInterrupt: interrupted; the next call goes on.
-      ConfigError: the data gives no prompts, or the directory has answers of another kind.
+      ConfigError: the data gives no prompts, the directory has answers of another kind, or they
+        would have to be made by several processes.
     """
     assert config.target is not None
     folder, fingerprint = Path(config.out) / FOLDER, _fingerprint(config)
@@ -60,6 +62,11 @@ def regenerate(config: TrainConfig, masker: Masker, report: Report = print) -> D
     tokenizer = masker.tokenizer.fingerprint[:12]
     if state.tokenizer == tokenizer and state.sha256 == _sha256(rows):
         report(f"{rows} has {state.rows:,} answers of the target already")
+    elif not is_alone():
+        raise ConfigError(
+            "regenerate.rows: the target answers in one process. Start this with one, stop it when"
+            " it trains, and start it again with several"
+        )
     else:
         folder.mkdir(parents=True, exist_ok=True)
         maker = Prompts(config, masker, build(_decode_config(config)))

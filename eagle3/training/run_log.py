@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from eagle3.processes import is_first
 from eagle3.training.metrics import Metrics
 from eagle3.training.step import StepMetrics
 
@@ -157,7 +158,7 @@ def _time(seconds: float) -> str:
 
 
 def _bar(first: int, total: int) -> Any:
-    if not sys.stderr.isatty():
+    if not (is_first() and sys.stderr.isatty()):
         return None
     from tqdm import tqdm  # comes with datasets
 

@@ -24,7 +24,8 @@ from eagle3.config import to_yaml
 from eagle3.digest import digest
 from eagle3.files import write_whole
 from eagle3.interrupt import Interrupt
-from eagle3.sharding import abstract, on_mesh
+from eagle3.processes import Agreement, anyone, ending_together, is_first
+from eagle3.sharding import abstract, on_mesh, own_rows
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.batches import PADDING, Batch
@@ -51,11 +52,11 @@ def train(config: TrainConfig, report: Report = print) -> bool:
 
     Raises:
       ValueError: data, models or checkpoints cannot be used, the loss is not finite, or the disk is
-        full; checkpoints that were there stay.
+        full; checkpoints that were there stay. One of several processes ends in place of this.
     """
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, ending_together():
         stack.enter_context(on_mesh(config.mesh))
         keep = config.save.keep_last, config.save.keep_every or None
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", *keep))
@@ -69,8 +70,9 @@ def train(config: TrainConfig, report: Report = print) -> bool:
             del state  # room for the other
             state = checkpoints.load(like)
             report(f"{config.out}: going on after step {int(state.step)} of {config.steps}")
-        write_whole(out / "train.yaml", to_yaml(config))
-        metrics = stack.enter_context(Metrics(out / "tensorboard"))
+        if is_first():
+            write_whole(out / "train.yaml", to_yaml(config))
+        metrics = stack.enter_context(Metrics(out / "tensorboard" if is_first() else None))
         if is_new:
             metrics.text(0, "config", to_yaml(config))
         # Before this, signals end the run at once: what was prepared is in caches.
@@ -174,7 +176,8 @@ class _Best:
         self.evaluated = step
         found = {"step": self._step, "score": self.score, "evaluated": step}
         text = json.dumps(found | {"measure": self._measure}) + "\n"
-        write_whole(self._file, text)
+        if is_first():
+            write_whole(self._file, text)
 
 
 class _Run:
@@ -195,6 +198,7 @@ class _Run:
         self._metrics, self._best, self._recorded = metrics, best, recorded
         self._interrupt, self._report = interrupt, report
         self._is_traced = False
+        self._own = own_rows(config.data.batch_size)  # here: a thread does not know the mesh
 
     def steps(self, state: TrainState, is_new: bool) -> bool:
         """Run to the end or to an interrupt; returns whether it is the end."""
@@ -213,8 +217,9 @@ class _Run:
             if self._is_due(first) and (is_new or is_missed):
                 with self._guarded():
                     self._evaluate(first, state, log)
+            agreement = Agreement()
             for step in range(first + 1, config.steps + 1):
-                if self._interrupt.is_set:
+                if agreement.is_reached(self._interrupt.is_set):
                     break
                 batch, tokens = next(ahead)
                 with self._profile(step):
@@ -238,7 +243,7 @@ class _Run:
                 log.flush()
             self._save(state, log)
             self._checkpoints.wait()
-        return not self._interrupt.is_set
+        return not anyone(self._interrupt.is_set)
 
     def _is_due(self, step: int) -> bool:
         """Tell whether the weights after a step are evaluated."""
@@ -246,11 +251,12 @@ class _Run:
         return step == self._config.steps or (every > 0 and step % every == 0)
 
     def _batch(self, step: int) -> tuple[Batch, int]:
-        """Make the pieces of a step's batch, and count their tokens."""
-        pieces = self._config.accumulate
-        made = [self._job.batches.batch_at(step * pieces + i) for i in range(pieces)]
+        """Make this process's rows of a step's batch, and count the tokens, by these, of all."""
+        pieces, own = self._config.accumulate, self._own
+        made = [self._job.batches.batch_at(step * pieces + i, own) for i in range(pieces)]
         batch = Batch(*(np.stack(arrays) for arrays in zip(*made, strict=True)))
-        return batch, int(np.count_nonzero(batch.segment_ids != PADDING))
+        count = int(np.count_nonzero(batch.segment_ids != PADDING))
+        return batch, count * self._config.data.batch_size // len(own)
 
     def _evaluate(self, step: int, state: TrainState, log: RunLog) -> None:
         """Measure, tell, and keep what is best."""
@@ -266,6 +272,8 @@ class _Run:
                 self._metrics.bars(step, f"eval/{name}", values)
             for name, text in found.texts.items():
                 self._metrics.text(step, f"eval/{name}", text)
+            for name, png in found.pictures.items():
+                self._metrics.image(step, f"eval/{name}", png)
             self._metrics.flush()
             is_best = self._best.offer(step, weights, found.score)
             log.say(f"step {step}/{self._config.steps}: {found.line}{' (best)' if is_best else ''}")
@@ -293,7 +301,7 @@ class _Run:
         """Trace the steps that the configuration names, as far as they are in this run."""
         config = self._config
         last = config.profile_from + config.profile_steps - 1
-        is_inside = config.profile_steps > 0 and config.profile_from <= step <= last
+        is_inside = is_first() and config.profile_steps > 0 and config.profile_from <= step <= last
         if is_inside and not self._is_traced:
             jax.profiler.start_trace(str(Path(config.out) / "tensorboard"))
             self._is_traced = True

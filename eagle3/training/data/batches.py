@@ -103,9 +103,15 @@ class Batches:
         """Return the rows of all sources together."""
         return self._firsts[-1]
 
-    def batch_at(self, step: int) -> Batch:
-        """Return the batch of a step, from 0 on."""
-        rows = [self._rows[source].row(index) for source, index in self._places(step)]
+    def batch_at(self, step: int, own: range | None = None) -> Batch:
+        """Return the batch of a step, from 0 on.
+
+        Args:
+          own: the rows of it to make; None makes all.
+        """
+        places = self._places(step)
+        wanted = places if own is None else [places[i] for i in own]
+        rows = [self._rows[source].row(index) for source, index in wanted]
         return Batch(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
     def rows_at(self, step: int) -> Int[np.ndarray, " B"]:
