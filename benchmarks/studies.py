@@ -1,0 +1,248 @@
+"""What a draft owes to its data and to its parts: the same run, changed in one thing at a time.
+
+    python benchmarks/studies.py data --config configs/smollm2_135m.yaml --out runs/study
+    python benchmarks/studies.py parts --config configs/smollm2_135m.yaml --out runs/study
+    python benchmarks/studies.py     # a generated target, both studies: does it run?
+
+`data` trains on the first 1/8, 1/4, 1/2 and all of the answers that the target gave
+(`regenerate.rows`), with as many passes over each: the scaling curve of arXiv 2503.01840, figure 1.
+`parts` leaves away the unrolling of training-time test, the lower layers, and both (its table 2),
+and adds the norms of EAGLE-3.1 (arXiv 2605.09992).
+
+Every draft is a run in a directory of its own below `--out`, as `train.py` makes them: one that is
+done is passed over, an interrupted one goes on. Answers, tokens and features are shared. Tau is
+that of the real engine on the held-out prompts of the configuration, after the best evaluation.
+`key=value` arguments change all runs.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from eagle3.config import ConfigError, OneLineParser, read_stages
+from eagle3.files import write_whole
+from eagle3.machine import keep_compiled_programs, processor
+from eagle3.training.config import RegenerateConfig, TrainConfig
+from eagle3.training.data.config import SourceConfig
+from eagle3.training.data.masking import Masker
+from eagle3.training.regenerate import regenerate
+from eagle3.training.trainer import train
+from gdn import TargetConfig
+
+STUDIES = ("data", "parts")
+SHARES = ((1, 8), (1, 4), (1, 2), (1, 1))
+_SMALL = Path(__file__).parent.parent / "configs" / "tiny.yaml"
+
+
+class Run(NamedTuple):
+    """One draft."""
+
+    name: str
+    folder: str
+    config: TrainConfig
+
+
+class Found(NamedTuple):
+    """What became of it."""
+
+    name: str
+    positions: int  # of all batches, the padding of rows included
+    step: int  # of the best evaluation
+    tau: float  # there
+
+
+def with_answers(config: TrainConfig) -> TrainConfig:
+    """Let the target answer once for all runs; returns what they train on.
+
+    Raises:
+      ConfigError: the configuration is not of a draft.
+    """
+    if config.task != "draft" or config.target is None:
+        raise ConfigError("the configuration trains no draft: give one with task: draft")
+    if not config.regenerate.rows:
+        return config
+    vocab_size = TargetConfig.from_hf(config.target).vocab_size
+    data = regenerate(config, Masker.load(config.target, vocab_size), _say)
+    return dataclasses.replace(config, data=data, regenerate=RegenerateConfig())
+
+
+def runs_of_data(config: TrainConfig) -> list[Run]:
+    """Return a run for each share of the answers, `config` being of `with_answers`.
+
+    Raises:
+      ConfigError: there are no answers of the target, or too few.
+    """
+    ((name, source),) = config.data.named_sources.items()
+    if source.format != "tokens":
+        raise ConfigError("the study of data takes shares of regenerate.rows: set that")
+    lines = Path(source.files).read_text(encoding="utf-8").count("\n")
+    runs = []
+    for part, parts in SHARES:
+        count, steps = lines * part // parts, config.steps * part // parts
+        if not count or not steps:
+            raise ConfigError(f"{lines} answers and {config.steps} steps have no {parts}th")
+        sources: dict[str, SourceConfig] = {name: dataclasses.replace(source, max_rows=count)}
+        data = dataclasses.replace(config.data, sources=sources)
+        share = dataclasses.replace(config, data=data, steps=steps)
+        title = "all" if part == parts else f"{part}/{parts}"
+        runs.append(Run(f"{title} ({count:,} answers)", f"data_{part}_of_{parts}", share))
+    return runs
+
+
+def runs_of_parts(config: TrainConfig) -> list[Run]:
+    """Return a run for each thing left away or added."""
+    assert config.target is not None
+    top = {"aux_layers": (TargetConfig.from_hf(config.target).num_hidden_layers,)}
+    norms = {"fc_norm": True, "norm_output": True}
+    one = {"steps": 1}
+    variants: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("EAGLE-3", "whole", {}, {}),
+        ("without training-time test (K = 1)", "one_step", {}, one),
+        ("top layer only", "top_layer", top, {}),
+        ("both left away", "neither", top, one),
+        ("with EAGLE-3.1's norms", "norms", norms, {}),
+    ]
+    return [
+        Run(
+            name,
+            folder,
+            dataclasses.replace(
+                config,
+                draft=dataclasses.replace(config.draft, **shape),
+                ttt=dataclasses.replace(config.ttt, **ttt),
+            ),
+        )
+        for name, folder, shape, ttt in variants
+    ]
+
+
+def finish(run: Run, out: Path) -> Found | None:
+    """Train it, or what is left of it; returns None if that was interrupted.
+
+    Raises:
+      ConfigError: there is no held-out text, or another configuration was trained there.
+    """
+    place = out / run.folder
+    config = dataclasses.replace(run.config, out=str(place))
+    _say(f"{run.name}: {place}")
+    if not train(config, _say):
+        return None
+    best = place / "best.json"
+    if not best.exists():
+        raise ConfigError("nothing was measured: the configuration needs eval.sources")
+    found = json.loads(best.read_text(encoding="utf-8"))
+    jax.clear_caches()  # another draft, other programs
+    positions = config.steps * config.accumulate * config.data.batch_size * config.data.length
+    return Found(run.name, positions, found["step"], found["score"])
+
+
+def table(kind: str, config: TrainConfig, found: Sequence[Found]) -> str:
+    """Return the study as a markdown table, with what it was measured on."""
+    sizes = config.eval
+    rows = [f"| {x.name} | {x.positions:,} | {x.step} | {x.tau:.2f} |" for x in found]
+    about = (
+        f"target {config.target}; {sizes.prompts} held-out prompts, {sizes.max_new_tokens} tokens"
+        f" of each, trees: {sizes.tree.kind}, {sizes.tree.plan().size} nodes; {processor()}, jax"
+        f" {jax.__version__}"
+    )
+    head = f"| {kind} | tokens read | best step | tau |"
+    return "\n".join([about, "", head, "| --- | --- | --- | --- |", *rows, ""])
+
+
+def study(kind: str, config: TrainConfig, out: Path) -> bool:
+    """Run a study, and leave its table in `out`; returns False if interrupted.
+
+    Raises:
+      ConfigError: the configuration does not suit it.
+    """
+    config = with_answers(config)
+    runs = runs_of_parts(config) if kind == "parts" else runs_of_data(config)
+    found = []
+    for run in runs:
+        result = finish(run, out)
+        if result is None:
+            _say("stopped; the same command goes on")
+            return False
+        found.append(result)
+        text = table(kind, config, found)
+        write_whole(out / f"{kind}.md", text)
+    print(text, end="", flush=True)
+    return True
+
+
+def small(folder: Path) -> TrainConfig:
+    """Train the smallest target and return a draft's configuration, for `make bench`."""
+    path = folder / "fox.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 9)
+    places = [f"stages.{x}.out={folder / x}" for x in ("target", "draft")]
+    texts = [f"{x}.sources.fox.files={path}" for x in ("data", "eval")]
+    more = ["steps=8", f"data.cache={folder / 'cache'}", f"stages.draft.target={folder / 'target'}"]
+    stages = read_stages(TrainConfig, str(_SMALL), [*places, *texts, *more], None)
+    train(stages["target"], _say)
+    answers = RegenerateConfig(rows=8, prompt_tokens=4, max_new_tokens=24)
+    return dataclasses.replace(stages["draft"], regenerate=answers)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+      ConfigError: one line that says what to change.
+    """
+    parser = OneLineParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", metavar="DIR", help="where the runs and the table go")
+    parser.add_argument("--only", metavar="STAGE", help="stage of the draft, if there are several")
+    args = parser.parse_intermixed_args(argv)
+    args.studies = [x for x in args.overrides if "=" not in x]
+    args.settings = [x for x in args.overrides if "=" in x]
+    if unknown := [x for x in args.studies if x not in STUDIES]:
+        raise ConfigError(f"{unknown[0]!r} is no study: {' or '.join(STUDIES)}")
+    if bool(args.config) != bool(args.out) or bool(args.config) != bool(args.studies):
+        raise ConfigError(
+            "give a study (data, parts), --config FILE and --out DIR together, or none of them"
+        )
+    return args
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Train and print; returns the exit status."""
+    args = parse(argv)
+    keep_compiled_programs()
+    if args.config is None:
+        with tempfile.TemporaryDirectory() as folder:
+            config = small(Path(folder))
+            whole = [study(kind, config, Path(folder)) for kind in STUDIES]
+        return 0 if all(whole) else 130
+    stages = read_stages(TrainConfig, args.config, args.settings, args.only)
+    config = list(stages.values())[-1]
+    whole = [study(kind, config, Path(args.out)) for kind in args.studies]
+    return 0 if all(whole) else 130
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; bad input, or a file that fails, is one message on stderr and exit status 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        return run(argv)
+    except (ValueError, OSError) as error:
+        print(f"studies.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""The studies of a draft: which runs they make, and what they tell of them."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3.config import ConfigError
+from eagle3.training.config import RegenerateConfig, TrainConfig
+from eagle3.training.data.config import DataConfig, SourceConfig
+from gdn import save_pretrained
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # last: it has a decode.py
+studies: Any = importlib.import_module("studies")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, hybrid) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("studies")
+    save_pretrained(hybrid, folder / "target")
+    (folder / "rows.jsonl").write_text('{"tokens": [1, 2]}\n' * 20)
+    answers = SourceConfig(files=str(folder / "rows.jsonl"), format="tokens")
+    data = DataConfig(sources={"regenerated": answers}, packing="pack")
+    return TrainConfig(target=str(folder / "target"), out=str(folder / "out"), data=data, steps=16)
+
+
+def test_shares_of_the_data_are_read_as_often_as_all_of_it(config):
+    runs = studies.runs_of_data(config)
+    found = [(run.config.steps, run.config.data.sources["regenerated"].max_rows) for run in runs]
+    assert found == [(2, 2), (4, 5), (8, 10), (16, 20)]
+    assert len({run.folder for run in runs}) == 4 and runs[-1].name == "all (20 answers)"
+    with pytest.raises(ConfigError, match="20 answers and 7 steps have no 8th"):
+        studies.runs_of_data(dataclasses.replace(config, steps=7))
+    with pytest.raises(ConfigError, match=r"set that$"):
+        studies.runs_of_data(dataclasses.replace(config, data=DataConfig()))
+
+
+def test_parts_are_changed_one_at_a_time(config, hybrid):
+    runs = {run.folder: run.config for run in studies.runs_of_parts(config)}
+    top = (hybrid.cfg.num_hidden_layers,)
+    assert runs["whole"] == config
+    assert runs["one_step"] == dataclasses.replace(
+        config, ttt=dataclasses.replace(config.ttt, steps=1)
+    )
+    assert runs["top_layer"].draft.aux_layers == runs["neither"].draft.aux_layers == top
+    assert runs["top_layer"].ttt == config.ttt and runs["neither"].ttt.steps == 1
+    assert runs["norms"].draft == dataclasses.replace(config.draft, fc_norm=True, norm_output=True)
+
+
+def test_a_study_says_what_each_run_left_and_stops_where_one_was_interrupted(
+    config, tmp_path, monkeypatch, capsys
+):
+    taus = {"whole": 2.5, "one_step": 1.75}
+
+    def train(config, report):
+        name = config.out.rpartition("/")[2]
+        if name not in taus:
+            return False
+        found = {"step": 12, "score": taus[name]}
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "best.json").write_text(json.dumps(found))
+        return True
+
+    monkeypatch.setattr(studies, "train", train)
+    assert not studies.study("parts", config, tmp_path)
+    table = (tmp_path / "parts.md").read_text()
+    read = 16 * config.data.batch_size * config.data.length
+    assert f"| EAGLE-3 | {read:,} | 12 | 2.50 |" in table
+    assert "| without training-time test (K = 1) |" in table and "| 1.75 |" in table
+    taus.update(top_layer=2.0, neither=1.5, norms=2.6)
+    assert studies.study("parts", config, tmp_path)
+    assert (tmp_path / "parts.md").read_text().count("\n| ") == 7
+    assert "EAGLE-3.1's norms" in capsys.readouterr().out
+
+
+def test_answers_are_made_for_drafts_only_and_left_alone_if_none_are_asked_for(config):
+    assert studies.with_answers(config) is config
+    with pytest.raises(ConfigError, match="trains no draft"):
+        studies.with_answers(dataclasses.replace(config, task="target", target=None))
+    assert config.regenerate == RegenerateConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["shares", "--config", "x.yaml", "--out", "y"], "'shares' is no study: data or parts"),
+        (["data", "--config", "x.yaml"], "together, or none"),
+        (["--config", "x.yaml", "--out", "y"], "together, or none"),
+    ],
+)
+def test_a_command_line_that_says_too_little_is_one_line(argv, message, capsys):
+    assert studies.main(argv) == 2
+    assert message in capsys.readouterr().err
