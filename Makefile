@@ -12,7 +12,7 @@ CANDIDATES := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     train a target and its draft (about ten minutes) and compare decoding"
+	@echo "make demo     train a target and its draft (about nine minutes) and compare decoding"
 	@echo "make test     format check, lint, types and the test suite, on a CPU"
 	@echo "make parity   compare with transformers on torch (installs both)"
 	@echo "make lint     format check, lint and types only"

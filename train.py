@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end(2)
     except KeyboardInterrupt:
         command = shlex.join(["python", "train.py", *argv])
-        print(f"stopped at once, steps since the last save are lost; to go on: {command}")
+        _say(f"stopped at once, steps since the last save are lost; to go on: {command}")
         return end(0)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -51,7 +51,7 @@ MOST = 1 << 12  # largest batch that is looked at
 TEXT = """\
 # Speculation at scale, on paper
 
-Made by `python benchmarks/scale.py`; do not edit. Nothing here was measured: it is the roofline of
+Made by `python benchmarks/scale.py`; do not edit. No model was run for it: it is the roofline of
 plain and speculative decoding for published sizes of Gated DeltaNet hybrids, the least time that
 memory and arithmetic allow. Real engines stay above it. It shows what limits, and where speculation
 stops paying.
@@ -78,7 +78,8 @@ With b rows of S tokens of context, and n nodes verified in each row (plain deco
   `(2*n+d+1)*DK*DV+n^2*(2*DK+(d+1)*DV)`. These are in float32 and count {f32} times.
 - The draft: EAGLE-3, one layer of the target's sizes (an MLP of 16,384 for mixtures), 32,000
   entries, bfloat16. A round has one pass over the `d+1` nodes that may have been committed, with
-  the fusing layer, and `d-1` over a level of the tree each. It attends to the whole context.
+  the fusing layer, and `d-1` each as wide as the tree's widest level. It attends to the whole
+  context.
 - Acceptance, an assumption: if a node is right, its first child is with a = {first:.2f}, the
   second, third and fourth with {rest}. A chain of d tokens has tau = `1+a+...+a^d`: {chains}.
   SpecForge published 2.58, 2.92 and 3.05 for Qwen3-Next-80B-A3B on MT-Bench. The later children are
@@ -299,8 +300,7 @@ FOLLOWS = """\
   {deep} times a round, the target's {layers} once. One that looked back 2,048 tokens would gain
   most (last column above), if it is right as often; this package has none.
 - Two CPU cores reach arithmetic at {ridge:.0f} tokens: trees of 8 to 16 nodes for one row of a
-  dense model, nothing from a batch of 32 on at short contexts. Of its {cpu:.0f} tokens a second for
-  {small_name} in bfloat16, 24 to 29 were measured."""
+  dense model, nothing from a batch of 32 on at short contexts."""
 
 
 def follows() -> str:
@@ -327,7 +327,6 @@ def follows() -> str:
         target_gb=target_pass(small, 1, long).bytes / 1e9,
         layers=small.layer_types.count("full_attention"),
         ridge=DEVICES[-1].flops / DEVICES[-1].bandwidth,
-        cpu=1 / Setting(small, DEVICES[-1], 1, SHORT).plain_seconds(),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,8 @@ def why_not_writable(path: Path) -> str | None:
     try:
         if path.exists() and not path.is_file():
             return "is no regular file"
-        partial = path.with_name(path.name + ".tmp")
-        partial.touch()
-        partial.unlink()
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         return f"cannot be written ({error.strerror})"
     return None

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,8 +48,10 @@ def join(coordinator: str | None, processes: int | None, process_id: int | None)
                 f"--coordinator is {coordinator}: give HOST:PORT with --processes N and"
                 " --process-id I, or auto where a cluster's variables say all three"
             )
-        if not 0 <= process_id < processes:
-            raise ConfigError(f"--process-id is {process_id}, it must be from 0 to {processes - 1}")
+        if processes < 1 or not 0 <= process_id < processes:
+            raise ConfigError(
+                f"--process-id is {process_id} of --processes {processes}: ids are 0 to one less"
+            )
     handler = signal.getsignal(signal.SIGTERM)
     try:
         jax.distributed.initialize(
@@ -131,15 +134,18 @@ def ending_together() -> Iterator[None]:
         if is_alone():
             raise
         which = f"process {jax.process_index()} of {jax.process_count()}"
-        is_lost = isinstance(error, jax.errors.JaxRuntimeError)
         text = " ".join(str(error).split())
+        is_lost = isinstance(error, jax.errors.JaxRuntimeError) and "EXHAUSTED" not in text
         if is_lost:
             text = (
                 f"cannot go on, most likely because another one has ended ({text}); start all of"
                 " them again, they go on from the newest checkpoint"
             )
+        is_told = is_lost or isinstance(error, ValueError | OSError)
+        if not is_told:
+            traceback.print_exc()
         print(f"train.py: {which}: {text}", file=sys.stderr)
-        end(_LOST if is_lost or not isinstance(error, ValueError | OSError) else 2)
+        end(_LOST if is_lost or not is_told else 2)
 
 
 def end(status: int) -> int:

@@ -5,7 +5,7 @@ package has, and the checks of a configuration.
 """
 
 import contextlib
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -145,14 +145,19 @@ def gathered(tree: Any) -> Any:
     """
     if is_alone():
         return tree
-    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(jax.sharding.get_mesh(), P()))
+    whole = NamedSharding(jax.sharding.get_mesh(), P())
 
     def of(x: jax.Array) -> np.ndarray | None:
-        found = whole(x)
+        found = _to(whole)(x)
         return np.asarray(found) if is_first() else None
 
     found = jax.tree.map(of, tree)
     return found if is_first() else None
+
+
+@cache
+def _to(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def abstract(tree: Any) -> Any:

@@ -189,7 +189,7 @@ def test_arguments_that_do_not_make_a_group_are_refused():
         ((None, 2, None), "are for --coordinator"),
         (("127.0.0.1:1", 2, None), "with --processes N and --process-id I"),
         (("somewhere", 2, 0), "give HOST:PORT"),
-        (("127.0.0.1:1", 2, 2), "must be from 0 to 1"),
+        (("127.0.0.1:1", 2, 2), "ids are 0 to one less"),
     ):
         with pytest.raises(ConfigError, match=text):
             join(*arguments)

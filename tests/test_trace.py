@@ -359,7 +359,7 @@ def test_in_a_browser_every_control_moves_and_nothing_fails(hostile, tmp_path):
     visited = [1, 2, 6, 5, 1, 2, 6, 6, 5, 1, 4, 4, 6]  # the last one by playing on from 4
     assert report["steps"] == [f"round {n} of 6: {taus[n - 1]}" for n in visited]
     assert report["wide"] == 65  # 64 nodes and the target's own
-    assert report["plain"].startswith("The draft was not asked")
+    assert report["plain"].startswith("No tree was verified")
     assert report["speed"] == "166.7"  # 5 tokens in 0.03 s; the first round compiled
     assert report["label"] == "Pause" and "Play" in report["labels"]
     assert report["text"].startswith("<b></script>‹00›<img src=x")

@@ -90,8 +90,8 @@ class Choice(NamedTuple):
 
     size: Int[Array, ""]  # index into the sizes; 0 is plain decoding
     nodes: Proposal  # of the largest size, best nodes first; with the probabilities believed in
-    claims: Float[Array, "B M"]  # what the draft says of each node but the root, see `learn`
-    cells: Int[Array, "B M"]
+    claims: Float[Array, "B M-1"]  # what the draft says of each node but the root, see `learn`
+    cells: Int[Array, "B M-1"]
 
 
 class _Drafting(NamedTuple):

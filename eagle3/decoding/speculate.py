@@ -275,7 +275,11 @@ class Structure:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Structure) and self.graph == other.graph)
+        if self is other or not isinstance(other, Structure):
+            return self is other
+        if self.graph is not other.graph and self.graph == other.graph:
+            self.graph = other.graph  # so that the next look is as quick as a hash
+        return self.graph is other.graph
 
 
 def split(target: HybridLM, drafter: Drafter) -> tuple[Structure, Any]:

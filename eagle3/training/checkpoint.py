@@ -95,6 +95,8 @@ class Checkpoints:
         self._pending = None
         try:
             response.result()
+        except jax.errors.JaxRuntimeError:  # another process has ended
+            raise
         except Exception as error:  # whatever a thread of the library has met
             raise self._failure(step, error) from error
 
