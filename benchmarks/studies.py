@@ -1,7 +1,7 @@
 """What a draft owes to its data and to its parts: the same run, changed in one thing at a time.
 
-    python benchmarks/studies.py data --config configs/smollm2_135m.yaml --out runs/study
-    python benchmarks/studies.py parts --config configs/smollm2_135m.yaml --out runs/study
+    python benchmarks/studies.py data --config FILE.yaml --out runs/study
+    python benchmarks/studies.py parts --config FILE.yaml --out runs/study
     python benchmarks/studies.py     # a generated target, both studies: does it run?
 
 `data` trains on the first 1/8, 1/4, 1/2 and all of the answers that the target gave
