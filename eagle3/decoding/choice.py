@@ -138,8 +138,9 @@ def learn(
 ) -> Knowledge:
     """Count nodes that were verified and whose parents were right: `tried`."""
     in_cell = jax.nn.one_hot(cells, CELLS) * tried[..., None]
-    counts = (jnp.sum(in_cell * x[..., None], axis=(0, 1)) for x in (jnp.exp(log_claims), accepted))
-    claimed, right = counts
+    claimed, right = (
+        jnp.sum(in_cell * x[..., None], axis=(0, 1)) for x in (jnp.exp(log_claims), accepted)
+    )
     return knowledge._replace(
         claimed=knowledge.claimed + claimed, accepted=knowledge.accepted + right
     )
