@@ -213,7 +213,7 @@ class DecodeConfig:
     tree: TreeConfig = field(default_factory=TreeConfig)
     recalibrate: bool = False  # of tree.kind auto: measure what rounds cost here once more
     batch_size: int = 8  # prompts of a file that are decoded together
-    stream_every: int = 8  # rounds between two looks at what was made; text comes in such steps
+    stream_every: int = 64  # most rounds between two looks at what was made, ten times a second
     prefill_chunk: int = 512  # prompt tokens read at once; bounds memory
 
     def __post_init__(self) -> None:

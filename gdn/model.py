@@ -20,6 +20,7 @@ from gdn.context import Context, packed_context, prefill_context, tree_context
 from gdn.deltanet import GatedDeltaNet
 from gdn.layers import MLP, RMSNorm, embed, linear, normal_init
 from gdn.moe import MoE
+from gdn.ops.packed import PackedWeight
 from gdn.ops.tree import Tree
 from gdn.sharding import ROWS, constrain
 
@@ -106,10 +107,18 @@ class HybridLM(nnx.Module):
         hidden, aux_hidden, _ = self._run(x, context, None, aux_layers)
         return ForwardOutput(hidden, aux_hidden)
 
+    @property
+    def uses_kernels(self) -> bool:
+        """Tell whether the model was packed for the native kernels."""
+        return isinstance(self._head[...], PackedWeight)
+
+    @property
+    def _head(self) -> nnx.Variable:
+        return self.embed_tokens if self.cfg.tie_word_embeddings else self.lm_head
+
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Apply the head to final-normed hidden states; float32."""
-        head = self.embed_tokens if self.cfg.tie_word_embeddings else self.lm_head
-        return linear(hidden, head[...], jnp.float32)
+        return linear(hidden, self._head[...], jnp.float32)
 
     def prefill(
         self,

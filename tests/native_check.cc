@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "delta_net.h"
 #include "norm.h"
+#include "peak.h"
 #include "products.h"
 
 using namespace gdn;
@@ -269,6 +270,21 @@ void check_norm(int64_t size, std::mt19937& random) {
   }
 }
 
+void check_peak(int64_t size, std::mt19937& random) {
+  auto x = normal(size, random);
+  for (auto& value : x) value = std::round(value * 4) * 3;  // with many equals, far apart
+  const Peak found = peak_of(x.data(), size);
+  const int64_t wanted = std::max_element(x.begin(), x.end()) - x.begin();
+  double sum = 0;
+  for (const float value : x) sum += std::exp(double(value) - x[wanted]);
+  const double error = std::fabs(x[wanted] + std::log(sum) - found.log_total);
+  if (found.place != wanted || !(error <= 1e-5)) {
+    ++failures;
+    std::printf("peak size=%ld: place %ld of %ld, error %.2g\n", long(size), long(found.place),
+                long(wanted), error);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -289,6 +305,7 @@ int main() {
     check_delta_net(48, 144, nodes, random);
   }
   for (int64_t size : {1, 7, 16, 33, 576}) check_norm(size, random);
+  for (int64_t size : {1, 7, 16, 33, 5000}) check_peak(size, random);
   std::printf("%d lanes, offset %d: %d failures\n", kLanes, Int8::kOffset, failures);
   return failures > 0;
 }

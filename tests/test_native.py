@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import relative_error
 
+from eagle3.decoding import sampling
 from gdn.deltanet import l2_normalize
 from gdn.layers import embed, linear, rms_norm
 from gdn.ops import native
@@ -77,6 +78,18 @@ def test_numbers_that_are_none_stay_in_their_row(dtype):
     y = np.asarray(native.matmul(x, pack(matrix(0, 20, 33), dtype)))
     assert np.isfinite(y[[0, 1, 3, 5]]).all()
     assert not np.isfinite(y[[2, 4]]).any()
+
+
+@needs_kernels
+def test_a_peak_is_the_lowest_of_the_likeliest_tokens_and_the_total_that_of_xla():
+    logits = matrix(2, 5, 1001).at[0, 7].set(9.0).at[0, 900].set(9.0).at[1, 1000].set(11.0)
+    logits = logits.at[2, :990].set(-jnp.inf)
+    place, total = native.peak(logits)
+    wanted = sampling.peak(logits)
+    assert place.tolist() == wanted.token.tolist() and place.tolist()[:2] == [7, 1000]
+    np.testing.assert_allclose(total, wanted.log_total, rtol=1e-6)
+    spoilt = native.peak(logits.at[3, 4].set(jnp.nan))[1]
+    assert np.isnan(spoilt[3]) and np.isfinite(np.delete(spoilt, 3)).all()
 
 
 def random_tree(seed, batch, nodes):

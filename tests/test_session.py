@@ -30,6 +30,7 @@ from helpers import (
     snapshot,
 )
 
+from eagle3.decoding import session as session_module
 from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
 from eagle3.decoding.session import Session
@@ -200,6 +201,16 @@ def test_an_oracle_needs_as_few_rounds_as_there_can_be(hybrid, text):
     answers = serve(hybrid, oracle(text), greedy_requests(500))
     assert_same_text(answers, text)
     assert [answer.rounds for answer in answers] == [-(-500 // (DEPTH + 1))] * BATCH
+
+
+def test_visits_come_by_the_clock_and_after_so_many_rounds_at_most(hybrid, monkeypatch):
+    session = open_session(hybrid, None, stream_every=32)
+    session.start(greedy_requests(100))
+    brought = []
+    for seconds in (0.0, 1e9, 1e9):
+        monkeypatch.setattr(session_module, "_VISIT", seconds)
+        brought.append({len(chunk.tokens) for chunk in session.advance()})
+    assert brought == [{8}, {1}, {32}]
 
 
 def chat(target, drafter, keep):

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3.decoding.sampling import Sampling, choose
+from eagle3.decoding.sampling import Sampling, choose, peak
 from eagle3.decoding.tree import Proposal
 
 
@@ -56,6 +56,7 @@ def accept(
     is_running: Bool[Array, " B"],
     emitted: Int[Array, " B"],
     counts: Int[Array, "B V"] | None,
+    kernels: bool = False,
 ) -> Accepted:
     """Walk down each tree as far as the target's own choices go.
 
@@ -64,6 +65,7 @@ def accept(
       depth: drafted tokens on the longest path; P = depth + 1.
       emitted: tokens in each answer so far.
       counts: how often each token is in it; needed if `sampling.counts_tokens`.
+      kernels: as in `peak`.
     """
     batch, rows = logits.shape[0], jnp.arange(logits.shape[0])
     shape = (batch, depth + 1)
@@ -74,9 +76,9 @@ def accept(
     def visit(walk: _Walk):
         step, going = walk.step, walk.goes_on
         here = logits[rows, walk.node]
-        token = choose(here, sampling, walk.counts, emitted + step)
+        token = choose(here, sampling, walk.counts, emitted + step, kernels)
         chosen = jnp.take_along_axis(here, token[:, None], axis=1)[:, 0]
-        logprob = chosen - jax.nn.logsumexp(here, axis=-1)
+        logprob = chosen - peak(here, kernels).log_total
         is_child = proposal.parents == walk.node[:, None]
         is_child &= proposal.tokens == token[:, None]
         matched = jnp.any(is_child, axis=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -34,6 +35,11 @@ from gdn import HybridLM, grow_cache, init_cache
 
 log = logging.getLogger(__name__)
 
+# Seconds on the device between two visits: one costs some milliseconds, as much as a few rounds of
+# a small model, and text in ten steps a second reads as if it came in one.
+_VISIT = 0.1
+_FIRST = 8  # rounds before the first, when it is not known how long they take
+
 
 class Session:
     """Decodes one batch at a time; `start` again continues the caches where the prompts allow."""
@@ -43,7 +49,7 @@ class Session:
         target: HybridLM,
         drafter: Drafter | None = None,
         *,
-        stream_every: int = 8,
+        stream_every: int = 64,
         prefill_chunk: int = 512,
         min_capacity: int = 256,
     ):
@@ -51,7 +57,8 @@ class Session:
 
         Args:
           drafter: None decodes plainly.
-          stream_every: rounds on the device between two visits of the host.
+          stream_every: most rounds on the device between two visits of the host, which come
+            some ten times a second.
           prefill_chunk: tokens of the prompt a pass; bounds memory, changes nothing else.
           min_capacity: tokens that the first caches hold; later ones double.
 
@@ -69,6 +76,7 @@ class Session:
         self._dtype = target.embed_tokens[...].dtype
         self._stream_every, self._prefill_chunk = stream_every, prefill_chunk
         self._min_capacity = min_capacity
+        self._rounds = min(_FIRST, stream_every)  # until the next visit
         self._drafter: Drafter = NoDraft() if drafter is None else drafter
         if problems := self._drafter.problems_with(target.cfg):
             raise ValueError("the draft does not fit the target: " + "; ".join(problems))
@@ -243,7 +251,7 @@ class Session:
 
     def _plan_visit(self, running: list[int]) -> int:
         """Return how many rounds fit, with room made for them; drops a draft that is outgrown."""
-        held, rounds = [len(self._held[i]) for i in running], self._stream_every
+        held, rounds = [len(self._held[i]) for i in running], self._rounds
 
         def needed() -> int:
             most = rounds * (self._active.depth + 1)
@@ -254,12 +262,12 @@ class Session:
             rounds = (limit - max(held)) // (self._active.depth + 1)
             if rounds < 1:
                 self._drop_draft()
-                rounds = self._stream_every
+                rounds = self._rounds
         self._make_room(needed())
         return rounds
 
     def advance(self) -> list[Chunk]:
-        """Run up to `stream_every` rounds; returns what is new, and adds it to `answers`.
+        """Run rounds until the next visit; returns what is new, and adds it to `answers`.
 
         Raises:
           ValueError: the target's logits are not numbers, or an earlier call was interrupted.
@@ -291,11 +299,15 @@ class Session:
 
     def _run(self, rounds: int) -> tuple[DecodeState, Emitted]:
         """Run rounds on the device; returns the state after them and what they brought."""
+        start = time.perf_counter()
         new_state, out = run_rounds(
             self._graph, self._params, self._take_state(), self._requests, rounds,
             self._stream_every,
         )  # fmt: skip
-        return new_state, jax.device_get(out)
+        out = jax.device_get(out)
+        seconds = (time.perf_counter() - start) / rounds
+        self._rounds = max(1, min(self._stream_every, int(_VISIT / seconds)))
+        return new_state, out
 
     def _add(self, chunk: Chunk) -> None:
         row, answer = chunk.row, self.answers[chunk.row]

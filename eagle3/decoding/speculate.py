@@ -140,7 +140,7 @@ def score(
     with jax.named_scope("accept"):
         accepted = accept(
             out.logits, proposal, depth, requests.sampling, requests.limits,
-            state.is_running, state.emitted, state.counts,
+            state.is_running, state.emitted, state.counts, target.uses_kernels,
         )  # fmt: skip
     nodes = jnp.maximum(accepted.path, 0)[:, :, None, None]
     return Scored(accepted, out.updates, jnp.take_along_axis(out.aux_hidden, nodes, axis=1))

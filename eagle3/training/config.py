@@ -13,6 +13,7 @@ from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.losses import LOSSES
 from eagle3.training.optim import OptimConfig
 from gdn import TargetConfig
+from gdn.packing import DTYPES
 
 TASKS = ("target", "draft")
 
@@ -170,6 +171,7 @@ class RegenerateConfig:
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int = 0
+    dtype: str = ""  # that the target answers in: float32, bfloat16 or int8; empty: the run's own
 
     def __post_init__(self) -> None:
         """Reject values that no run can use.
@@ -177,6 +179,11 @@ class RegenerateConfig:
         Raises:
           ConfigError: naming the field and what it may be.
         """
+        if self.dtype not in ("", *DTYPES):
+            raise ConfigError(
+                f"regenerate.dtype is {self.dtype!r}, it must be one of {', '.join(DTYPES)}, or"
+                " empty for the run's own"
+            )
         minima = {"rows": 0, "batch_size": 1, "prompt_tokens": 1, "max_new_tokens": 1}
         _require("regenerate.", self, minima | {"temperature": 0, "seed": 0})
 

@@ -64,7 +64,9 @@ class Prompts:
                 tally = Tally()
                 found += self._of_sample(sample, share, rng, tally)
                 _check(name, tally, report, "prompts")
-        return self._numbered(found, 0)
+        # The first answers, which are all of a small share, are of all sources.
+        order = np.random.default_rng((self._settings.seed, len(sources))).permutation(len(found))
+        return self._numbered([found[place] for place in order], 0)
 
     def later(
         self, answered: Iterable[tuple[Fields, str]], before: int, report: Report

@@ -29,7 +29,7 @@ from eagle3.training.data.sources import source_fingerprint
 from eagle3.training.prompts import Fields, Prompts, Report
 
 FOLDER = "regenerated"  # below the directory of the run
-_VERSION = 1  # of how prompts are made and what is kept: raise it when either changes
+_VERSION = 2  # of how prompts are made and what is kept: raise it when either changes
 
 
 class Answered(NamedTuple):
@@ -144,7 +144,7 @@ def _decode_config(config: TrainConfig) -> DecodeConfig:
     return DecodeConfig(
         target=config.target,
         max_new_tokens=settings.max_new_tokens,
-        dtype=config.dtype,
+        dtype=settings.dtype or config.dtype,
         sampling=SamplingConfig(temperature=settings.temperature),
         batch_size=settings.batch_size,
     )
@@ -155,13 +155,14 @@ def _fingerprint(config: TrainConfig) -> str:
     assert config.target is not None
     settings = dataclasses.asdict(config.regenerate)
     del settings["batch_size"]
+    dtype = settings.pop("dtype") or config.dtype
     sources = {
         name: (source_fingerprint(source), source.format, source.weight)
         for name, source in config.data.named_sources.items()
     }
     room = 0 if config.data.packing == "window" else config.data.length
     target = directory_digest(config.target)
-    return digest([_VERSION, settings, sources, room, config.dtype, target])
+    return digest([_VERSION, settings, sources, room, dtype, target])
 
 
 def _sha256(path: Path) -> str:

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "delta_net.h"
 #include "norm.h"
+#include "peak.h"
 #include "products.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -253,6 +254,23 @@ ffi::Error norm_rows(ffi::ThreadPool pool, Floats x, Floats weight,
   return ffi::Error::Success();
 }
 
+// x [R, V]; place, log_total [R].
+ffi::Error find_peaks(ffi::ThreadPool pool, Floats x, ffi::ResultBuffer<ffi::S32> place,
+                      ffi::ResultBuffer<ffi::F32> log_total) {
+  const auto xs = x.dimensions();
+  if (xs.size() != 2 || xs[1] < 1 || !has_shape(place->dimensions(), {xs[0]}) ||
+      !has_shape(log_total->dimensions(), {xs[0]}))
+    return ffi::Error::InvalidArgument("native peak: shapes do not fit together");
+  const bool is_small = xs[0] * xs[1] < kSmall / 8;  // an exponential is some multiply-adds
+  const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
+  run_tasks(pool, threads, xs[0], [&](int64_t row) {
+    const gdn::Peak peak = gdn::peak_of(x.typed_data() + row * xs[1], xs[1]);
+    place->typed_data()[row] = peak.place;
+    log_total->typed_data()[row] = peak.log_total;
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_float32, (plain<gdn::Float32, ffi::F32>),
@@ -327,4 +345,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_commit_state, commit_path,
                                   .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_peak, find_peaks,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<Floats>());

@@ -130,17 +130,30 @@ int64_t tile_start(int64_t rows, int64_t t) {
 // One row of activations in -127..127 with a common scale; returns the scale. A row with an
 // infinity or a NaN has a NaN for its scale, and so for all its products.
 inline float quantize(const float* x, int64_t size, int offset, uint8_t* out, int64_t padded) {
-  float top = 0, broken = 0;
-  for (int64_t i = 0; i < size; ++i) {
+  const int64_t whole = size / kLanes * kLanes;
+  Floats tops{}, breaks{};
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Floats value = at(x + i), sized = value < 0.0f ? -value : value;
+    tops = sized > tops ? sized : tops;
+    breaks += value * 0.0f;
+  }
+  float top = 0, broken = total(breaks);
+  for (int lane = 0; lane < kLanes; ++lane) top = std::max(top, tops[lane]);
+  for (int64_t i = whole; i < size; ++i) {
     top = std::max(top, std::fabs(x[i]));
     broken += x[i] * 0.0f;
   }
   const float inverse = top > 1e-30f && broken == 0 ? 127.0f / top : 0.0f;
-  for (int64_t i = 0; i < size; ++i) {
-    const float scaled = broken == 0 ? x[i] * inverse : 0.0f;
-    out[i] = uint8_t(int(std::nearbyint(scaled)) + offset);
+  if (broken == 0) {
+    for (int64_t i = 0; i < size; ++i) {
+      const float shifted = x[i] * inverse + kMagic;
+      uint32_t bits;
+      std::memcpy(&bits, &shifted, sizeof(bits));
+      out[i] = uint8_t(bits + uint32_t(offset));  // the integer stands in the lowest bits
+    }
   }
-  std::fill(out + size, out + padded, uint8_t(offset));
+  const int64_t used = broken == 0 ? size : 0;
+  std::fill(out + used, out + padded, uint8_t(offset));
   return broken == 0 ? top / 127.0f : broken;
 }
 
@@ -246,8 +259,16 @@ void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t pane
         for (int part = 0; part < kParts; ++part) M::add(sums[r][p][part], values[p][part], factor);
     }
   }
+  // Stored from a copy: GCC keeps an array that a loop indexes in memory, and writes it every round.
+  typename M::Sum results[R][P][kParts];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) store(w, x, row + r, panel + p, sums[r][p], y);
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part) results[r][p][part] = sums[r][p][part];
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) store(w, x, row + r, panel + p, results[r][p], y);
 }
 
 template <class M, int R>

@@ -81,10 +81,11 @@ inline float total(Floats x) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+
 // e^x for x <= 0 to one part in 10^7, and exactly 1 at 0; 0 below -87. NaN stays NaN.
 // x = n ln 2 + r; the coefficients for e^r are those of Cephes' expf.
 inline Floats exponential(Floats x) {
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = x * 1.44269504f + kMagic, n = shifted - kMagic;
   const Floats r = fused(n, spread(2.12194440e-4f), fused(n, spread(-0.693359375f), x));
   Floats p = fused(r, spread(1.9875691500e-4f), spread(1.3981999507e-3f));
