@@ -17,6 +17,7 @@ import resource
 import statistics
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -329,6 +330,18 @@ def report(result: dict, parameters: int) -> None:
         print(f"- {name}: peak memory {result['memory'][name] / 1e9:.2f} GB")
 
 
+def draw(results: list[dict], nodes: list[int], path: Path) -> None:
+    """Write the figure of what verification cost, in passes over one node."""
+    from eagle3 import plots
+
+    costs = {}
+    for result in results:
+        for name, times in result["seconds"].items():
+            seconds = [times[f"verify {n}"] for n in nodes]
+            costs[f"{name}, {result['dtype']}"] = [t / times["verify 1"] for t in seconds]
+    path.write_bytes(plots.png(plots.cost_curve(nodes, costs), dpi=160))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the target model.")
     parser.add_argument("--tasks", nargs="+", default=["decode", "verify", "prefill", "train"])
@@ -337,7 +350,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one warm-up")
     parser.add_argument("--no-peer", action="store_true", help="measure this package only")
     parser.add_argument("--json", type=Path, help="also write the raw medians here")
+    parser.add_argument("--figure", type=Path, help="draw the costs of verification to this PNG")
     args = parser.parse_args()
+    if args.figure and ("verify" not in args.tasks or 1 not in args.nodes):
+        parser.error("--figure draws the task verify, in passes over 1 of the nodes")
+    if args.figure and find_spec("matplotlib") is None:  # before minutes of measuring
+        parser.error("--figure needs matplotlib: pip install -e '.[plots]'")
     results = []
     for dtype in args.dtypes:
         tasks = []
@@ -352,6 +370,8 @@ def main() -> None:
         results.append(result)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
+    if args.figure:
+        draw(results, args.nodes, args.figure)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3.draft_config import DraftConfig
 from gdn import HybridLM
-from gdn.layers import MLP, RMSNorm, Weight, apply_rope, embed, linear, normal_init
+from gdn.layers import MLP, RMSNorm, Weight, apply_rope, embed, linear, linears, normal_init
 from gdn.sharding import ROWS, constrain
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v -> values
@@ -119,9 +119,8 @@ class Eagle3Draft(nnx.Module):
             normed = self.hidden_norm(hidden)
             a = jnp.concatenate([self.input_layernorm(e.astype(hidden.dtype)), normed], axis=-1)
             heads = (*tokens.shape, -1, cfg.head_dim)
-            q, k, v = (
-                linear(a, w[...]).reshape(heads) for w in (self.q_proj, self.k_proj, self.v_proj)
-            )
+            q, k, v = linears(a, self.q_proj[...], self.k_proj[...], self.v_proj[...])
+            q, k, v = (y.reshape(heads) for y in (q, k, v))
             if cfg.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from gdn.cache import KVCache, KVUpdate, write_rows
 from gdn.config import TargetConfig
 from gdn.context import Context, PackedContext, TreeContext
-from gdn.layers import RMSNorm, apply_rope, linear, normal_init
+from gdn.layers import RMSNorm, apply_rope, linear, linears, normal_init
 from gdn.ops import native
 from gdn.ops.attention import attention, masked_attention, merge_attention
 from gdn.ops.packed import PackedWeight
@@ -78,13 +78,13 @@ class Attention(nnx.Module):
     def _project(self, x, context):
         cfg = self.cfg
         heads = (*x.shape[:2], -1, cfg.head_dim)
-        q, gate = linear(x, self.q_proj[...]), None
+        q, k, v = linears(x, self.q_proj[...], self.k_proj[...], self.v_proj[...])
+        gate = None
         if cfg.attn_output_gate:  # per head: head_dim query rows, then head_dim gate rows
             q = q.reshape(*x.shape[:2], cfg.num_attention_heads, 2 * cfg.head_dim)
             q, gate = jnp.split(q, 2, axis=-1)
             gate = gate.reshape(*x.shape[:2], -1)
-        q, k = q.reshape(heads), linear(x, self.k_proj[...]).reshape(heads)
-        v = linear(x, self.v_proj[...]).reshape(heads)
+        q, k, v = (y.reshape(heads) for y in (q, k, v))
         if cfg.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (apply_rope(y, context.cos, context.sin) for y in (q, k))

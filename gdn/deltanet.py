@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from gdn.cache import RecurrentState, RecurrentUpdate, SequentialUpdate, empty_state
 from gdn.config import TargetConfig
 from gdn.context import Context, PackedContext, TreeContext
-from gdn.layers import linear, normal_init, rms_norm
+from gdn.layers import linear, linears, normal_init, rms_norm
 from gdn.ops import native
 from gdn.ops.conv import advance_window, short_conv, short_conv_tree
 from gdn.ops.delta_rule import gated_delta_rule
@@ -51,13 +51,15 @@ class GatedDeltaNet(nnx.Module):
         entry: RecurrentState | None,
     ) -> tuple[Float[Array, "B T D"], RecurrentState | RecurrentUpdate | SequentialUpdate | None]:
         """Mix over time; returns the new cache entry, or the candidates' update for a tree."""
+        # A model that was packed for the kernels uses them throughout.
+        is_packed = isinstance(self.out_proj[...], PackedWeight)
+        if is_packed and isinstance(context, TreeContext):
+            assert entry is not None
+            if native.has_heads_of(*entry.state.shape[2:]):
+                return self._native_tree(x, context, entry)
         inputs, weight = linear(x, self.in_proj_qkv[...]), self.conv1d[...]
         if isinstance(context, TreeContext):
             assert entry is not None
-            # A model that was packed for the kernels uses them throughout.
-            is_packed = isinstance(self.out_proj[...], PackedWeight)
-            if is_packed and native.has_heads_of(*entry.state.shape[2:]):
-                return self._native_tree(x, inputs, context, entry)
             mixed = short_conv_tree(inputs, weight, entry.conv, context.tree)
             q, k, v, g, beta = self._rule_inputs(x, mixed)
             out, u = tree_delta_rule(q, k, v, g, beta, entry.state, context.tree)
@@ -79,15 +81,15 @@ class GatedDeltaNet(nnx.Module):
         window = advance_window(entry.conv, inputs, context.lengths)
         return self._output(x, out), RecurrentState(state, window)
 
-    def _native_tree(self, x, inputs, context: TreeContext, entry: RecurrentState):
-        """Do in one call what follows the projection, but for the other projections."""
+    def _native_tree(self, x, context: TreeContext, entry: RecurrentState):
+        """Do in one call what lies between the projections."""
         weights = native.DeltaNetWeights(
             self.conv1d[...], self.A_log[...], self.dt_bias[...], self.norm[...]
         )
-        a, b, z = (
-            linear(x, weight[...], jnp.float32)
-            for weight in (self.in_proj_a, self.in_proj_b, self.in_proj_z)
-        )
+        inputs, a, b, z = linears(
+            x, self.in_proj_qkv[...], self.in_proj_a[...], self.in_proj_b[...],
+            self.in_proj_z[...],
+        )  # fmt: skip
         z = z.reshape(*x.shape[:2], *entry.state.shape[1::2])
         out, k, u, g = native.tree_delta_net(
             inputs, entry.conv, a, b, z, entry.state, context.tree.ancestors, weights,

@@ -4,6 +4,7 @@ Weights lie as in Hugging Face files, [out, in], so that loading copies nothing 
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,22 @@ def linear(x: Float[Array, "*batch I"], weight: Weight, out_dtype=None) -> Float
         y = jnp.einsum("oi,ri->or", weight, flat, preferred_element_type=jnp.float32)
         y = jax.lax.optimization_barrier(y).T[:rows]
     return y.astype(out_dtype).reshape(*x.shape[:-1], -1)
+
+
+def linears(x: Float[Array, "*batch I"], *weights: Weight) -> list[Float[Array, "*batch O"]]:
+    """Return x W^T of several matrices, as `linear` does; packed ones of a type in one call."""
+    found: list[Any] = [None] * len(weights)
+    packed: dict[Any, dict[int, PackedWeight]] = {}
+    for place, weight in enumerate(weights):
+        if isinstance(weight, PackedWeight):
+            packed.setdefault(weight.data.dtype, {})[place] = weight
+        else:
+            found[place] = linear(x, weight)
+    flat = x.reshape(math.prod(x.shape[:-1]), -1)
+    for alike in packed.values():
+        for place, y in zip(alike, native.matmuls(flat, [*alike.values()]), strict=True):
+            found[place] = y.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return found
 
 
 @jax.custom_vjp
@@ -148,5 +165,5 @@ class MLP(nnx.Module):
         self.down_proj = normal_init(rngs, (dim, hidden), std, dtype)
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        gate = linear(x, self.gate_proj[...])
-        return linear(jax.nn.silu(gate) * linear(x, self.up_proj[...]), self.down_proj[...])
+        gate, up = linears(x, self.gate_proj[...], self.up_proj[...])
+        return linear(jax.nn.silu(gate) * up, self.down_proj[...])

@@ -15,7 +15,7 @@ from helpers import relative_error
 
 from eagle3.decoding import sampling
 from gdn.deltanet import l2_normalize
-from gdn.layers import embed, linear, rms_norm
+from gdn.layers import embed, linear, linears, rms_norm
 from gdn.ops import native
 from gdn.ops.attention import attention, masked_attention, merge_attention
 from gdn.ops.conv import short_conv_tree
@@ -60,6 +60,27 @@ def test_a_row_is_the_same_bits_whatever_rows_are_beside_it(dtype):
     whole = np.asarray(native.matmul(x, packed))
     for rows in (1, 3, 8, 33):
         np.testing.assert_array_equal(np.asarray(native.matmul(x[:rows], packed)), whole[:rows])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrices_multiplied_together_give_the_bits_of_each_alone(dtype):
+    x = matrix(1, 5, 40)
+    weights = [pack(matrix(seed, out, 40), dtype) for seed, out in enumerate((20, 3, 64), start=2)]
+    together = native.matmuls(x, weights)
+    for y, weight in zip(together, weights, strict=True):
+        assert y.shape == (5, weight.shape[0])
+        np.testing.assert_array_equal(y, native.matmul(x, weight))
+
+
+@needs_kernels
+def test_layers_multiply_types_apart_and_kernels_refuse_to_mix_them():
+    x, types = matrix(1, 2, 3, 40), ("int8", "bfloat16", "int8")
+    weights = [pack(matrix(seed, 20, 40), dtype) for seed, dtype in enumerate(types, start=2)]
+    for y, weight in zip(linears(x, *weights), weights, strict=True):
+        np.testing.assert_array_equal(y, linear(x, weight))
+    with pytest.raises(ValueError, match="different types together"):
+        native.matmuls(x[0], weights)
 
 
 @needs_kernels

@@ -222,6 +222,8 @@ class _Run:
                 if agreement.is_reached(self._interrupt.is_set):
                     break
                 batch, tokens = next(ahead)
+                if jax.default_backend() == "cpu":  # two programs at once share the cores badly
+                    jax.block_until_ready(state)
                 with self._profile(step):
                     state, found = train_step(
                         job.task, job.optimizer, state, job.frozen, job.take(step - 1, batch),

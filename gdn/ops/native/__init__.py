@@ -7,6 +7,7 @@ Nothing depends on the kernels: `problem` says why they cannot be used, and call
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,24 +57,35 @@ def _functions(library: Path) -> dict[str, Any]:
 
 
 def matmul(x: Float[Array, "R I"], weight: PackedWeight) -> Float[Array, "R O"]:
-    """Return x W^T in float32.
+    """Return x W^T; see `matmuls`."""
+    return matmuls(x, [weight])[0]
 
-    A row of the result depends on its own row of x alone, bit for bit, and not on the number of
-    threads. int8 weights multiply activations that are rounded to int8 as well, with one scale a
-    row; sums are exact.
+
+def matmuls(x: Float[Array, "R I"], weights: Sequence[PackedWeight]) -> list[Float[Array, "R O"]]:
+    """Return x W^T of each of some matrices of one type, in float32.
+
+    In one call: x is read and packed once, and a layer wakes the threads less often. A row of a
+    result depends on its own row of x alone, bit for bit, and not on the number of threads nor on
+    the other matrices. int8 weights multiply activations that are rounded to int8 as well, with one
+    scale a row; sums are exact.
 
     Raises:
-      ValueError: shapes do not fit, or the kernels cannot be used.
+      ValueError: shapes do not fit, types differ, or the kernels cannot be used.
     """
     _require()
-    out, inputs = weight.shape
-    if x.shape[1] != inputs:
-        raise ValueError(f"x has {x.shape[1]} columns, the packed weight {inputs} inputs")
-    operands = [x.astype(jnp.float32), weight.data]
-    if weight.scales is not None:
-        operands += [weight.scales, weight.sums]
-    result = jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32)
-    return jax.ffi.ffi_call(_MATMULS[str(weight.data.dtype)], result)(*operands)
+    (kind, *others) = {str(weight.data.dtype) for weight in weights}
+    if others:
+        raise ValueError(f"packed weights of different types together: {kind}, {', '.join(others)}")
+    operands, results = [x.astype(jnp.float32)], []
+    for weight in weights:
+        out, inputs = weight.shape
+        if x.shape[1] != inputs:
+            raise ValueError(f"x has {x.shape[1]} columns, the packed weight {inputs} inputs")
+        operands.append(weight.data)
+        if weight.scales is not None:
+            operands += [weight.scales, weight.sums]
+        results.append(jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))
+    return list(jax.ffi.ffi_call(_MATMULS[kind], results)(*operands))
 
 
 def commit_state(

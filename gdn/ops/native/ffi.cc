@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 #include <type_traits>
+#include <vector>
 
 #include "attention.h"
 #include "delta_net.h"
@@ -52,17 +53,37 @@ void run_tasks(ffi::ThreadPool& pool, int64_t threads, int64_t count,
 
 constexpr int64_t kSmall = 1 << 17;  // multiply-adds that are not worth waking a thread
 
+// A matrix, and where its product goes.
 template <class M>
-ffi::Error multiply(ffi::ThreadPool& pool, const float* x, gdn::Matrix<M> w, int64_t rows,
-                    float* y) {
-  const bool is_small = rows * w.in * w.out < kSmall / 4;  // and their rows have to be packed
+struct Product {
+  gdn::Matrix<M> w;
+  float* y;
+};
+
+// All products of the same rows, which are read and packed once.
+template <class M>
+void multiply_all(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t in,
+                  const std::vector<Product<M>>& products) {
+  int64_t outputs = 0;
+  for (const auto& product : products) outputs += product.w.out;
+  const bool is_small = rows * in * outputs < kSmall / 4;  // and their rows have to be packed
   const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
-  const gdn::Activations<M> activations(x, rows, w.in);
-  const int64_t size = gdn::panels_per_task(w, rows, threads), panels = w.panels();
-  run_tasks(pool, threads, (panels + size - 1) / size, [&](int64_t i) {
-    gdn::product(w, activations, i * size, std::min((i + 1) * size, panels), y);
+  const gdn::Activations<M> activations(x, rows, in);
+  struct Part {
+    const Product<M>* product;
+    int64_t begin, end;  // panels
+  };
+  std::vector<Part> parts;
+  for (const auto& product : products) {
+    const int64_t size = gdn::panels_per_task(product.w, rows, threads);
+    const int64_t panels = product.w.panels();
+    for (int64_t begin = 0; begin < panels; begin += size)
+      parts.push_back({&product, begin, std::min(begin + size, panels)});
+  }
+  run_tasks(pool, threads, parts.size(), [&](int64_t i) {
+    gdn::product(parts[i].product->w, activations, parts[i].begin, parts[i].end,
+                 parts[i].product->y);
   });
-  return ffi::Error::Success();
 }
 
 // Says what is wrong with the shapes x [rows, in], data [panels, groups, 16, K], y [rows, out].
@@ -82,29 +103,42 @@ std::string shape_problem(ffi::Span<const int64_t> x, ffi::Span<const int64_t> d
   return "";
 }
 
+// x [rows, in]; of each matrix its data and, of int8, its scales and sums [out]; y [rows, out] of each.
 template <class M, ffi::DataType T>
-ffi::Error plain(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<T> data,
-                 ffi::ResultBuffer<ffi::F32> y) {
-  const auto problem = shape_problem<M>(x.dimensions(), data.dimensions(), y->dimensions());
-  if (!problem.empty()) return ffi::Error::InvalidArgument("native matmul: " + problem);
-  const gdn::Matrix<M> w{data.typed_data(), nullptr, nullptr, x.dimensions()[1],
-                         y->dimensions()[1]};
-  return multiply<M>(pool, x.typed_data(), w, x.dimensions()[0], y->typed_data());
-}
-
-ffi::Error scaled(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> data,
-                  ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums,
-                  ffi::ResultBuffer<ffi::F32> y) {
-  const auto shape = y->dimensions();
-  auto problem = shape_problem<gdn::Int8>(x.dimensions(), data.dimensions(), shape);
-  if (problem.empty() && (int64_t(scales.element_count()) != shape[1] ||
-                          int64_t(sums.element_count()) != shape[1]))
-    problem = "scales and sums must have one entry for each of " + std::to_string(shape[1]) +
-              " outputs";
-  if (!problem.empty()) return ffi::Error::InvalidArgument("native matmul: " + problem);
-  const gdn::Matrix<gdn::Int8> w{data.typed_data(), scales.typed_data(), sums.typed_data(),
-                                 x.dimensions()[1], shape[1]};
-  return multiply<gdn::Int8>(pool, x.typed_data(), w, x.dimensions()[0], y->typed_data());
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs operands,
+                    ffi::RemainingRets results) {
+  constexpr bool kScaled = std::is_same_v<M, gdn::Int8>;
+  constexpr size_t kEach = kScaled ? 3 : 1;
+  if (operands.size() != kEach * results.size())
+    return ffi::Error::InvalidArgument("native matmul: as many results as matrices are needed");
+  std::vector<Product<M>> products;
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto y = results.get<ffi::Buffer<ffi::F32>>(i);
+    const auto data = operands.get<ffi::Buffer<T>>(i * kEach);
+    if (y.has_error()) return y.error();
+    if (data.has_error()) return data.error();
+    const auto shape = (*y)->dimensions();
+    auto problem = shape_problem<M>(x.dimensions(), data->dimensions(), shape);
+    gdn::Matrix<M> w{data->typed_data(), nullptr, nullptr, 0, 0};
+    if (problem.empty() && kScaled) {
+      const auto scales = operands.get<ffi::Buffer<ffi::F32>>(i * kEach + 1);
+      const auto sums = operands.get<ffi::Buffer<ffi::S32>>(i * kEach + 2);
+      if (scales.has_error()) return scales.error();
+      if (sums.has_error()) return sums.error();
+      if (int64_t(scales->element_count()) != shape[1] || int64_t(sums->element_count()) != shape[1])
+        problem = "scales and sums must have one entry for each of " + std::to_string(shape[1]) +
+                  " outputs";
+      w.scales = scales->typed_data();
+      w.sums = sums->typed_data();
+    }
+    if (!problem.empty()) return ffi::Error::InvalidArgument("native matmul: " + problem);
+    w.in = x.dimensions()[1];
+    w.out = shape[1];
+    products.push_back({w, (*y)->typed_data()});
+  }
+  const auto xs = x.dimensions();
+  multiply_all<M>(pool, x.typed_data(), xs[0], xs[1], products);
+  return ffi::Error::Success();
 }
 
 using Floats = ffi::Buffer<ffi::F32>;
@@ -273,28 +307,26 @@ ffi::Error find_peaks(ffi::ThreadPool pool, Floats x, ffi::ResultBuffer<ffi::S32
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_float32, (plain<gdn::Float32, ffi::F32>),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_float32, (multiply<gdn::Float32, ffi::F32>),
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_bfloat16, (plain<gdn::BFloat16, ffi::U16>),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_bfloat16, (multiply<gdn::BFloat16, ffi::U16>),
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U16>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_int8, scaled,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_int8, (multiply<gdn::Int8, ffi::S8>),
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_tree_attention, attend_tree,
                               ffi::Ffi::Bind()

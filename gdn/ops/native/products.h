@@ -232,15 +232,28 @@ void store(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t pan
   std::memcpy(y + row * w.out + first, values, count * sizeof(float));
 }
 
-// R rows times P panels.
+// Sums of a tile of rows and some panels, while they are not in registers.
 template <class M, int R, int P>
-void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel, float* y) {
-  typename M::Sum sums[R][P][kParts] = {};
+using Sums = typename M::Sum[R][P][kParts];
+
+// R rows times P panels, over groups `begin` to `end`; sums go on from `sums` unless begin is 0.
+template <class M, int R, int P>
+void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel, int64_t begin,
+          int64_t end, Sums<M, R, P>& sums) {
+  // A copy whose places are all known when it is compiled, or GCC keeps it in memory.
+  Sums<M, R, P> own;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p)
+#pragma GCC unroll 4
+      for (int part = 0; part < kParts; ++part)
+        own[r][p][part] = begin == 0 ? typename M::Sum{} : sums[r][p][part];
   constexpr int kAhead = 24;  // groups
-  const int64_t groups = w.groups(), step = kPanel * M::kGroup, size = w.panel_size();
+  const int64_t step = kPanel * M::kGroup, size = w.panel_size();
   const auto* weights = w.data + panel * size;
   const auto* activations = x.tile(row);
-  for (int64_t g = 0; g < groups; ++g) {
+  for (int64_t g = begin; g < end; ++g) {
     typename M::Weight values[P][kParts];
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
@@ -256,58 +269,116 @@ void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t pane
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p)
 #pragma GCC unroll 4
-        for (int part = 0; part < kParts; ++part) M::add(sums[r][p][part], values[p][part], factor);
+        for (int part = 0; part < kParts; ++part) M::add(own[r][p][part], values[p][part], factor);
     }
   }
-  // Stored from a copy: GCC keeps an array that a loop indexes in memory, and writes it every round.
-  typename M::Sum results[R][P][kParts];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 4
-      for (int part = 0; part < kParts; ++part) results[r][p][part] = sums[r][p][part];
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) store(w, x, row + r, panel + p, results[r][p], y);
+      for (int part = 0; part < kParts; ++part) sums[r][p][part] = own[r][p][part];
 }
 
+template <class M, int R, int P>
+void store_tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel,
+                const Sums<M, R, P>& sums, float* y) {
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) store(w, x, row + r, panel + p, sums[r][p], y);
+}
+
+// Panels that are multiplied together with R rows: as many as the registers hold, of each vector R
+// sums and its weights, beside a factor.
 template <class M, int R>
-void panels_of(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t begin, int64_t end,
-               float* y) {
-  // As many as the registers hold: of each vector R sums and its weights, beside a factor.
+constexpr int panels_at_once() {
   constexpr int kWeights = sizeof(typename M::Weight) / sizeof(Floats);
   constexpr int kFactor = std::max<int>(1, sizeof(typename M::Factor) / sizeof(Floats));
-  constexpr int kBlock = std::clamp((kRegisters - kFactor) / ((R + kWeights) * kParts), 1, 4);
-  for (; begin + kBlock <= end; begin += kBlock) tile<M, R, kBlock>(w, x, row, begin, y);
-  for (; begin < end; ++begin) tile<M, R, 1>(w, x, row, begin, y);
+  return std::clamp((kRegisters - kFactor) / ((R + kWeights) * kParts), 1, 4);
+}
+
+// A single tile reads its panels once, front to back.
+template <class M, int R, int P>
+void few_rows(const Matrix<M>& w, const Activations<M>& x, int64_t panel, float* y) {
+  alignas(64) Sums<M, R, P> sums;
+  tile<M, R, P>(w, x, 0, panel, 0, w.groups(), sums);
+  store_tile<M, R, P>(w, x, 0, panel, sums, y);
 }
 
 template <class M, int R = M::kMaxRows>
-void rows_of(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t count, int64_t begin,
-             int64_t end, float* y) {
+void few_rows_of(const Matrix<M>& w, const Activations<M>& x, int64_t begin, int64_t end,
+                 float* y) {
   if constexpr (R > 1) {
-    if (count < R) return rows_of<M, R - 1>(w, x, row, count, begin, end, y);
+    if (x.rows() < R) return few_rows_of<M, R - 1>(w, x, begin, end, y);
   }
-  panels_of<M, R>(w, x, row, begin, end, y);
+  constexpr int kBlock = panels_at_once<M, R>();
+  for (; begin + kBlock <= end; begin += kBlock) few_rows<M, R, kBlock>(w, x, begin, y);
+  for (; begin < end; ++begin) few_rows<M, R, 1>(w, x, begin, y);
+}
+
+// One of several tiles, all of at least half of the most rows.
+template <class M, int P, int R = M::kMaxRows>
+void one_of_many(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t count,
+                 int64_t panel, int64_t begin, int64_t end, char* kept, float* y) {
+  if constexpr (R > M::kMaxRows / 2) {
+    if (count < R) return one_of_many<M, P, R - 1>(w, x, row, count, panel, begin, end, kept, y);
+  }
+  auto& sums = *reinterpret_cast<Sums<M, R, P>*>(kept);
+  tile<M, R, P>(w, x, row, panel, begin, end, sums);
+  if (end == w.groups()) store_tile<M, R, P>(w, x, row, panel, sums, y);
+}
+
+// Parts of the groups of P panels, so small that one stays in the nearest cache while tile after tile
+// of rows passes over it.
+template <class M, int P>
+int64_t parts_of(const Matrix<M>& w) {
+  constexpr int64_t kGroupBytes = P * kPanel * M::kGroup * sizeof(typename M::Element);
+  return std::max<int64_t>(1, (w.groups() * kGroupBytes + (12 << 10)) / (24 << 10));
+}
+
+// Many rows, some tiles at a time. Every sum is taken over the groups in order, in parts or not.
+constexpr int64_t kTiles = 8;
+template <class M, int P>
+void many_rows(const Matrix<M>& w, const Activations<M>& x, int64_t first, int64_t last,
+               int64_t panel, float* y) {
+  alignas(64) char kept[kTiles * M::kMaxRows * P * kPanel * 4];  // sums, of four bytes each
+  const int64_t groups = w.groups(), parts = parts_of<M, P>(w);
+  for (int64_t part = 0; part < parts; ++part)
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t row = tile_start<M>(x.rows(), t);
+      one_of_many<M, P>(w, x, row, tile_start<M>(x.rows(), t + 1) - row, panel,
+                        part * groups / parts, (part + 1) * groups / parts,
+                        kept + (t - first) * M::kMaxRows * P * kPanel * 4, y);
+    }
 }
 
 // Panels `begin` to `end` for all rows.
 template <class M>
 void product(const Matrix<M>& w, const Activations<M>& x, int64_t begin, int64_t end, float* y) {
-  for (int64_t t = 0; t < tiles_of<M>(x.rows()); ++t) {
-    const int64_t first = tile_start<M>(x.rows(), t);
-    rows_of<M>(w, x, first, tile_start<M>(x.rows(), t + 1) - first, begin, end, y);
+  if (x.rows() <= M::kMaxRows) return few_rows_of<M>(w, x, begin, end, y);
+  constexpr int kBlock = panels_at_once<M, M::kMaxRows>();
+  const int64_t tiles = tiles_of<M>(x.rows()), together = parts_of<M, kBlock>(w) > 1 ? kTiles : 1;
+  for (int64_t first = 0; first < tiles; first += together) {
+    const int64_t last = std::min(first + together, tiles);
+    int64_t panel = begin;
+    for (; panel + kBlock <= end; panel += kBlock)
+      many_rows<M, kBlock>(w, x, first, last, panel, y);
+    for (; panel < end; ++panel) many_rows<M, 1>(w, x, first, last, panel, y);
   }
 }
 
-// Panels that one thread takes at a time: enough to be worth it, few enough to stay in its cache
-// while tile after tile of rows passes over them.
+// Panels that one thread takes at a time: enough to be worth it, few enough to share evenly, and of
+// many rows so few that they stay in its own cache.
 template <class M>
 int64_t panels_per_task(const Matrix<M>& w, int64_t rows, int64_t threads) {
+  constexpr int kBlock = panels_at_once<M, M::kMaxRows>();
   const int64_t bytes = w.panel_size() * int64_t(sizeof(typename M::Element));
-  const int64_t most = std::max<int64_t>(1, (rows > M::kMaxRows ? 128 << 10 : 1 << 20) / bytes);
-  const int64_t least = std::max<int64_t>(1, (16 << 10) / bytes);
   const int64_t share = (w.panels() + 4 * threads - 1) / (4 * threads);
+  if (rows > M::kMaxRows) {
+    const int64_t most = std::max<int64_t>(1, (256 << 10) / (bytes * kBlock));
+    return std::min((share + kBlock - 1) / kBlock, most) * kBlock;
+  }
+  const int64_t most = std::max<int64_t>(1, (1 << 20) / bytes);
+  const int64_t least = std::max<int64_t>(1, (16 << 10) / bytes);
   return std::clamp(share, std::min(least, most), most);
 }
 
