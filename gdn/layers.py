@@ -47,7 +47,9 @@ def linear(x: Float[Array, "*batch I"], weight: Weight, out_dtype=None) -> Float
     return y.astype(out_dtype).reshape(*x.shape[:-1], -1)
 
 
-def linears(x: Float[Array, "*batch I"], *weights: Weight) -> list[Float[Array, "*batch O"]]:
+def linears(
+    x: Float[Array, "*batch I"], *weights: Float[Array, "_ I"] | PackedWeight | QuantizedWeight
+) -> list[Float[Array, "*batch _"]]:
     """Return x W^T of several matrices, as `linear` does; packed ones of a type in one call."""
     found: list[Any] = [None] * len(weights)
     packed: dict[Any, dict[int, PackedWeight]] = {}

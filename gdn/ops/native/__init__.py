@@ -61,7 +61,7 @@ def matmul(x: Float[Array, "R I"], weight: PackedWeight) -> Float[Array, "R O"]:
     return matmuls(x, [weight])[0]
 
 
-def matmuls(x: Float[Array, "R I"], weights: Sequence[PackedWeight]) -> list[Float[Array, "R O"]]:
+def matmuls(x: Float[Array, "R I"], weights: Sequence[PackedWeight]) -> list[Float[Array, "R _"]]:
     """Return x W^T of each of some matrices of one type, in float32.
 
     In one call: x is read and packed once, and a layer wakes the threads less often. A row of a
