@@ -65,11 +65,11 @@ def test_a_row_is_the_same_bits_whatever_rows_are_beside_it(dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matrices_multiplied_together_give_the_bits_of_each_alone(dtype):
-    x = matrix(1, 5, 40)
-    weights = [pack(matrix(seed, out, 40), dtype) for seed, out in enumerate((20, 3, 64), start=2)]
+    x, sizes = matrix(1, 40, 40), (20, 3, 640)  # enough for all threads
+    weights = [pack(matrix(seed, out, 40), dtype) for seed, out in enumerate(sizes, start=2)]
     together = native.matmuls(x, weights)
     for y, weight in zip(together, weights, strict=True):
-        assert y.shape == (5, weight.shape[0])
+        assert y.shape == (40, weight.shape[0])
         np.testing.assert_array_equal(y, native.matmul(x, weight))
 
 
@@ -93,6 +93,11 @@ def test_packed_rows_are_looked_up_as_they_were(dtype):
 
 
 @needs_kernels
+def test_no_rows_have_no_products():
+    assert native.matmul(jnp.zeros((0, 40)), pack(matrix(0, 20, 40), "float32")).shape == (0, 20)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numbers_that_are_none_stay_in_their_row(dtype):
     x = matrix(1, 6, 33).at[2, 5].set(jnp.nan).at[4, 0].set(jnp.inf)
@@ -103,11 +108,11 @@ def test_numbers_that_are_none_stay_in_their_row(dtype):
 
 @needs_kernels
 def test_a_peak_is_the_lowest_of_the_likeliest_tokens_and_the_total_that_of_xla():
-    logits = matrix(2, 5, 1001).at[0, 7].set(9.0).at[0, 900].set(9.0).at[1, 1000].set(11.0)
-    logits = logits.at[2, :990].set(-jnp.inf)
+    logits = matrix(2, 5, 5001).at[0, 7].set(9.0).at[0, 900].set(9.0).at[1, 5000].set(11.0)
+    logits = logits.at[2, :4990].set(-jnp.inf)
     place, total = native.peak(logits)
     wanted = sampling.peak(logits)
-    assert place.tolist() == wanted.token.tolist() and place.tolist()[:2] == [7, 1000]
+    assert place.tolist() == wanted.token.tolist() and place.tolist()[:2] == [7, 5000]
     np.testing.assert_allclose(total, wanted.log_total, rtol=1e-6)
     spoilt = native.peak(logits.at[3, 4].set(jnp.nan))[1]
     assert np.isnan(spoilt[3]) and np.isfinite(np.delete(spoilt, 3)).all()

@@ -181,7 +181,8 @@ def test_what_is_done_is_not_done_again_and_other_settings_are_refused(config, m
     said = []
     assert regenerate(config(chat_rows(), rows=4, batch_size=7), masker, said.append) == data
     assert len(said) == 1 and "4 answers of the target already" in said[0]
-    for other in ({"temperature": 1.0}, {"rows": 3}, {"max_new_tokens": 5}, {"dtype": "int8"}):
+    others = {"temperature": 1.0, "rows": 3, "max_new_tokens": 5, "dtype": "int8", "seed": 1}
+    for other in ({name: value} for name, value in others.items()):
         with pytest.raises(ConfigError, match="made with other settings") as error:
             regenerate(config(chat_rows(), **({"rows": 4} | other)), masker)
         assert "\n" not in str(error.value)

@@ -30,7 +30,6 @@ from helpers import (
     snapshot,
 )
 
-from eagle3.decoding import session as session_module
 from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
 from eagle3.decoding.session import Session
@@ -203,14 +202,20 @@ def test_an_oracle_needs_as_few_rounds_as_there_can_be(hybrid, text):
     assert [answer.rounds for answer in answers] == [-(-500 // (DEPTH + 1))] * BATCH
 
 
-def test_visits_come_by_the_clock_and_after_so_many_rounds_at_most(hybrid, monkeypatch):
-    session = open_session(hybrid, None, stream_every=32)
+@pytest.mark.parametrize("seconds, brought", [(0.0, [8, 1, 1]), (float("inf"), [8, 32, 32])])
+def test_visits_come_by_the_clock_and_after_so_many_rounds_at_most(hybrid, seconds, brought):
+    session = open_session(hybrid, None, stream_every=32, visit_seconds=seconds)
     session.start(greedy_requests(100))
-    brought = []
-    for seconds in (0.0, 1e9, 1e9):
-        monkeypatch.setattr(session_module, "_VISIT", seconds)
-        brought.append({len(chunk.tokens) for chunk in session.advance()})
-    assert brought == [{8}, {1}, {32}]
+    found = [{len(chunk.tokens) for chunk in session.advance()} for _ in brought]
+    assert found == [{count} for count in brought]
+
+
+def test_a_visit_in_which_all_rows_end_says_nothing_of_the_pace(hybrid):
+    session = open_session(hybrid, None, stream_every=32, visit_seconds=float("inf"))
+    session.start(greedy_requests(2))
+    finish(session)
+    session.start(greedy_requests(20))
+    assert {len(chunk.tokens) for chunk in session.advance()} == {8}
 
 
 def chat(target, drafter, keep):

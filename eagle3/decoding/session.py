@@ -35,9 +35,6 @@ from gdn import HybridLM, grow_cache, init_cache
 
 log = logging.getLogger(__name__)
 
-# Seconds on the device between two visits: one costs some milliseconds, as much as a few rounds of
-# a small model, and text in ten steps a second reads as if it came in one.
-_VISIT = 0.1
 _FIRST = 8  # rounds before the first, when it is not known how long they take
 
 
@@ -50,6 +47,7 @@ class Session:
         drafter: Drafter | None = None,
         *,
         stream_every: int = 64,
+        visit_seconds: float = 0.1,
         prefill_chunk: int = 512,
         min_capacity: int = 256,
     ):
@@ -57,8 +55,9 @@ class Session:
 
         Args:
           drafter: None decodes plainly.
-          stream_every: most rounds on the device between two visits of the host, which come
-            some ten times a second.
+          stream_every: most rounds on the device between two visits of the host.
+          visit_seconds: from one to the next, if that many rounds do not come before. A visit
+            costs some milliseconds, as much as a few rounds of a small model.
           prefill_chunk: tokens of the prompt a pass; bounds memory, changes nothing else.
           min_capacity: tokens that the first caches hold; later ones double.
 
@@ -72,10 +71,13 @@ class Session:
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
+        if not visit_seconds >= 0:
+            raise ValueError(f"visit_seconds is {visit_seconds}, it must be 0 or more")
         self.cfg, self._target = target.cfg, target
         self._dtype = target.embed_tokens[...].dtype
         self._stream_every, self._prefill_chunk = stream_every, prefill_chunk
         self._min_capacity = min_capacity
+        self._visit_seconds = visit_seconds
         self._rounds = min(_FIRST, stream_every)  # until the next visit
         self._drafter: Drafter = NoDraft() if drafter is None else drafter
         if problems := self._drafter.problems_with(target.cfg):
@@ -253,17 +255,20 @@ class Session:
         """Return how many rounds fit, with room made for them; drops a draft that is outgrown."""
         held, rounds = [len(self._held[i]) for i in running], self._rounds
 
-        def needed() -> int:
+        def needed(rounds: int) -> int:
             most = rounds * (self._active.depth + 1)
             return max(min(n + most, self._ends[i]) for n, i in zip(held, running, strict=True))
 
         limit = self._active.max_positions
-        if limit is not None and needed() > limit:
+        if limit is not None and needed(rounds) > limit:
             rounds = (limit - max(held)) // (self._active.depth + 1)
             if rounds < 1:
                 self._drop_draft()
                 rounds = self._rounds
-        self._make_room(needed())
+        # Not by the clock: what XLA sums may depend on the size of the caches in its last bits.
+        room = needed(self._stream_every)
+        limit = self._active.max_positions  # of a draft that is still there; the rounds fit
+        self._make_room(room if limit is None else min(room, limit))
         return rounds
 
     def advance(self) -> list[Chunk]:
@@ -304,9 +309,11 @@ class Session:
             self._graph, self._params, self._take_state(), self._requests, rounds,
             self._stream_every,
         )  # fmt: skip
-        out = jax.device_get(out)
-        seconds = (time.perf_counter() - start) / rounds
-        self._rounds = max(1, min(self._stream_every, int(_VISIT / seconds)))
+        out, goes_on = jax.device_get((out, new_state.is_running))
+        if goes_on.any():  # else not all of the rounds were run
+            seconds = (time.perf_counter() - start) / rounds
+            wanted = min(self._stream_every, self._visit_seconds / max(seconds, 1e-9))
+            self._rounds = max(1, int(wanted))
         return new_state, out
 
     def _add(self, chunk: Chunk) -> None:

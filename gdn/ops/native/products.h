@@ -354,6 +354,7 @@ void many_rows(const Matrix<M>& w, const Activations<M>& x, int64_t first, int64
 // Panels `begin` to `end` for all rows.
 template <class M>
 void product(const Matrix<M>& w, const Activations<M>& x, int64_t begin, int64_t end, float* y) {
+  if (x.rows() < 1) return;
   if (x.rows() <= M::kMaxRows) return few_rows_of<M>(w, x, begin, end, y);
   constexpr int kBlock = panels_at_once<M, M::kMaxRows>();
   const int64_t tiles = tiles_of<M>(x.rows()), together = parts_of<M, kBlock>(w) > 1 ? kTiles : 1;
