@@ -1,17 +1,22 @@
 """What a draft owes to its data and to its parts: the same run, changed in one thing at a time.
 
     python benchmarks/studies.py data --config FILE.yaml --out runs/study
+    python benchmarks/studies.py tokens --config FILE.yaml --out runs/study
     python benchmarks/studies.py parts --config FILE.yaml --out runs/study
-    python benchmarks/studies.py     # a generated target, both studies: does it run?
+    python benchmarks/studies.py     # a generated target, all studies: does it run?
 
-`data` trains on the first 1/8, 1/4, 1/2 and all of the answers that the target gave
-(`regenerate.rows`), with as many passes over each: the scaling curve of arXiv 2503.01840, figure 1.
+`data` trains on 1/8, 1/4, 1/2 and all of the rows of batches (`data.share`), with as many passes
+over each: the scaling curve of arXiv 2503.01840, figure 1. The draft vocabulary is that of all.
+`tokens` is that curve at a fraction of the time, for `optim.schedule=wsd`: runs of 1/8, 1/4, 1/2
+and all of the steps, each of which goes on from where the rate of the one before began to fall. As
+long as there is one pass over the data at most, shares of the steps are shares of the data.
 `parts` leaves away the unrolling of training-time test, the lower layers, and both (its table 2),
 and adds the norms of EAGLE-3.1 (arXiv 2605.09992).
 
 Every draft is a run in a directory of its own below `--out`, as `train.py` makes them: one that is
 done is passed over, an interrupted one goes on. Answers, tokens and features are shared. Tau is
-that of the real engine on the held-out prompts of the configuration, after the best evaluation.
+that of the real engine on the held-out prompts of the configuration, after the best evaluation. The
+curves are also drawn, `data.png` or `tokens.png`, if matplotlib is there.
 `key=value` arguments change all runs.
 """
 
@@ -19,9 +24,11 @@ import argparse
 import dataclasses
 import json
 import logging
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +38,13 @@ from eagle3.config import ConfigError, OneLineParser, read_stages
 from eagle3.files import write_whole
 from eagle3.machine import keep_compiled_programs, processor
 from eagle3.training.config import RegenerateConfig, TrainConfig
-from eagle3.training.data.config import SourceConfig
 from eagle3.training.data.masking import Masker
+from eagle3.training.optim import hold_end
 from eagle3.training.regenerate import regenerate
-from eagle3.training.trainer import train
+from eagle3.training.trainer import CHECKPOINTS, train
 from gdn import TargetConfig
 
-STUDIES = ("data", "parts")
+STUDIES = ("data", "tokens", "parts")
 SHARES = ((1, 8), (1, 4), (1, 2), (1, 1))
 _SMALL = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 
@@ -48,6 +55,7 @@ class Run(NamedTuple):
     name: str
     folder: str
     config: TrainConfig
+    before: "Run | None" = None  # goes on from where the rate of this one begins to fall
 
 
 class Found(NamedTuple):
@@ -75,26 +83,49 @@ def with_answers(config: TrainConfig) -> TrainConfig:
 
 
 def runs_of_data(config: TrainConfig) -> list[Run]:
-    """Return a run for each share of the answers, `config` being of `with_answers`.
+    """Return a run for each share of the data.
 
     Raises:
-      ConfigError: there are no answers of the target, or too few.
+      ConfigError: there are too few steps.
     """
-    ((name, source),) = config.data.named_sources.items()
-    if source.format != "tokens":
-        raise ConfigError("the study of data takes shares of regenerate.rows: set that")
-    lines = Path(source.files).read_text(encoding="utf-8").count("\n")
     runs = []
-    for part, parts in SHARES:
-        count, steps = lines * part // parts, config.steps * part // parts
-        if not count or not steps:
-            raise ConfigError(f"{lines} answers and {config.steps} steps have no {parts}th")
-        sources: dict[str, SourceConfig] = {name: dataclasses.replace(source, max_rows=count)}
-        data = dataclasses.replace(config.data, sources=sources)
-        share = dataclasses.replace(config, data=data, steps=steps)
-        title = "all" if part == parts else f"{part}/{parts}"
-        runs.append(Run(f"{title} ({count:,} answers)", f"data_{part}_of_{parts}", share))
+    for name, folder, share, steps in _shares("data", config):
+        data = dataclasses.replace(config.data, share=config.data.share * share)
+        runs.append(Run(name, folder, dataclasses.replace(config, data=data, steps=steps)))
     return runs
+
+
+def runs_of_tokens(config: TrainConfig) -> list[Run]:
+    """Return a run for each share of the steps.
+
+    Raises:
+      ConfigError: there are too few steps, or the rate falls from the beginning on.
+    """
+    if config.optim.schedule != "wsd":
+        raise ConfigError("the study of tokens is for optim.schedule=wsd: set that")
+    warmup = config.optim.warmup
+    warmup = float(round(warmup * config.steps)) if warmup < 1 else warmup  # the same for all
+    optim = dataclasses.replace(config.optim, warmup=warmup)
+    runs: list[Run] = []
+    for name, folder, _, steps in _shares("tokens", config):
+        share = dataclasses.replace(config, steps=steps, optim=optim)
+        runs.append(Run(name, folder, share, runs[-1] if runs else None))
+    return runs
+
+
+def _shares(kind: str, config: TrainConfig) -> list[tuple[str, str, float, int]]:
+    """Return name, folder, share and steps of each run."""
+    if not config.steps * SHARES[0][0] // SHARES[0][1]:
+        raise ConfigError(f"{config.steps} steps have no {SHARES[0][1]}th: raise steps")
+    return [
+        (
+            "all" if part == parts else f"{part}/{parts}",
+            f"{kind}_{part}_of_{parts}",
+            part / parts,
+            config.steps * part // parts,
+        )
+        for part, parts in SHARES
+    ]
 
 
 def runs_of_parts(config: TrainConfig) -> list[Run]:
@@ -133,6 +164,8 @@ def finish(run: Run, out: Path) -> Found | None:
     place = out / run.folder
     config = dataclasses.replace(run.config, out=str(place))
     _say(f"{run.name}: {place}")
+    if run.before is not None and not (place / CHECKPOINTS).exists():
+        _begin(place, out / run.before.folder, run.before.config)
     if not train(config, _say):
         return None
     best = place / "best.json"
@@ -142,6 +175,17 @@ def finish(run: Run, out: Path) -> Found | None:
     jax.clear_caches()  # another draft, other programs
     positions = config.steps * config.accumulate * config.data.batch_size * config.data.length
     return Found(run.name, positions, found["step"], found["score"])
+
+
+def _begin(place: Path, earlier: Path, config: TrainConfig) -> None:
+    """Copy the checkpoint of an earlier run at which its rate had not begun to fall."""
+    step = str(hold_end(config.optim, config.steps))
+    if not (earlier / CHECKPOINTS / step).exists():  # of a run so short that it fell at once
+        return
+    partial = place / f"{CHECKPOINTS}.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(earlier / CHECKPOINTS / step, partial / step)
+    partial.rename(place / CHECKPOINTS)
 
 
 def table(kind: str, config: TrainConfig, found: Sequence[Found]) -> str:
@@ -164,7 +208,7 @@ def study(kind: str, config: TrainConfig, out: Path) -> bool:
       ConfigError: the configuration does not suit it.
     """
     config = with_answers(config)
-    runs = runs_of_parts(config) if kind == "parts" else runs_of_data(config)
+    runs = {"data": runs_of_data, "tokens": runs_of_tokens, "parts": runs_of_parts}[kind](config)
     found = []
     for run in runs:
         result = finish(run, out)
@@ -174,8 +218,18 @@ def study(kind: str, config: TrainConfig, out: Path) -> bool:
         found.append(result)
         text = table(kind, config, found)
         write_whole(out / f"{kind}.md", text)
+    if kind != "parts" and find_spec("matplotlib") is not None:
+        draw(found, out / f"{kind}.png")
     print(text, end="", flush=True)
     return True
+
+
+def draw(found: Sequence[Found], path: Path) -> None:
+    """Write the figure of a study of shares."""
+    from eagle3 import plots  # matplotlib is not for everyone
+
+    shares = [part / parts for part, parts in SHARES]
+    path.write_bytes(plots.png(plots.data_scaling(shares, {"draft": [x.tau for x in found]})))
 
 
 def small(folder: Path) -> TrainConfig:
@@ -188,7 +242,8 @@ def small(folder: Path) -> TrainConfig:
     stages = read_stages(TrainConfig, str(_SMALL), [*places, *texts, *more], None)
     train(stages["target"], _say)
     answers = RegenerateConfig(rows=8, prompt_tokens=4, max_new_tokens=24)
-    return dataclasses.replace(stages["draft"], regenerate=answers)
+    optim = dataclasses.replace(stages["draft"].optim, schedule="wsd")
+    return dataclasses.replace(stages["draft"], regenerate=answers, optim=optim)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -204,10 +259,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.studies = [x for x in args.overrides if "=" not in x]
     args.settings = [x for x in args.overrides if "=" in x]
     if unknown := [x for x in args.studies if x not in STUDIES]:
-        raise ConfigError(f"{unknown[0]!r} is no study: {' or '.join(STUDIES)}")
+        raise ConfigError(f"{unknown[0]!r} is no study: data, tokens or parts")
     if bool(args.config) != bool(args.out) or bool(args.config) != bool(args.studies):
         raise ConfigError(
-            "give a study (data, parts), --config FILE and --out DIR together, or none of them"
+            "give a study (data, tokens, parts), --config FILE and --out DIR together, or none of"
+            " them"
         )
     return args
 

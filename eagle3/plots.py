@@ -6,6 +6,7 @@ larger figure, the axes to draw on; it knows neither models nor files.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from io import BytesIO
 from typing import NamedTuple
 
@@ -240,6 +241,23 @@ def cost_curve(
     ax.set(ylim=(0, 1.25 * highest), xlabel="nodes verified together",
            ylabel="cost (passes over one token)")  # fmt: skip
     ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def data_scaling(
+    shares: Sequence[float], taus: Mapping[str, Sequence[float]], ax: Axes | None = None
+) -> Axes:
+    """Draw tokens a round against the share of the data that a draft was trained on."""
+    ax = lines(ax or new_axes(5.0), shares, taus)
+    ax.set_xticks(shares, [str(Fraction(share).limit_denominator(64)) for share in shares])
+    for values in taus.values():
+        for share, tau in zip(shares, values, strict=True):
+            ax.annotate(f"{tau:.2f}", (share, tau), (0, 7), textcoords="offset points",
+                        ha="center", fontsize="small")  # fmt: skip
+    ax.margins(x=0.1, y=0.2)
+    ax.set(xlabel="share of the training data", ylabel="tau (tokens a round)")
+    if len(taus) > 1:
+        ax.legend(frameon=False, fontsize="small")
     return ax
 
 

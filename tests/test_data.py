@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -554,6 +555,23 @@ def test_another_seed_is_another_order_of_the_same_rows(tmp_path, corpus):
     one, two = (Batches(cfg, load(cfg)[0]) for cfg in cfgs)
     found = [one_epoch(batches, one.num_rows) for batches in (one, two)]
     assert found[0] != found[1] and sorted(found[0]) == sorted(found[1])
+
+
+def test_a_larger_share_has_the_rows_of_a_smaller_one_by_the_same_numbers(tmp_path, corpus):
+    whole = config(tmp_path, corpus[0], batch_size=1, packing="pad")
+    found = {}
+    for share in (0.25, 0.5, 1.0):
+        cfg = replace(whole, share=share)
+        batches = Batches(cfg, load(cfg)[0])
+        assert batches.num_rows == 40
+        kept = round(40 * share)
+        numbers = [int(batches.rows_at(step)[0]) for step in range(kept)]
+        again = [int(batches.rows_at(step)[0]) for step in range(kept, 2 * kept)]
+        assert len(set(numbers)) == kept and sorted(numbers) == sorted(again)
+        found[share] = dict(zip(numbers, one_epoch(batches, kept), strict=True))
+    assert found[0.25].items() < found[0.5].items() < found[1.0].items()
+    with pytest.raises(ConfigError, match=r"data.share is 0.0, it must be above 0"):
+        replace(whole, share=0.0)
 
 
 def test_fewer_rows_than_a_batch_are_repeated(tmp_path):

@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,41 @@ def settings(folder: Path, target: Path) -> list[str]:
     return ["--config", TINY, "--only", "draft", *argv]
 
 
+def free_port(ports: Iterable[int]) -> int:
+    """Return the first port that nothing listens at; 0 in `ports` is any."""
+    for port in ports:
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return found.getsockname()[1]
+    raise AssertionError("no free port")
+
+
+def by_flags() -> list[tuple[list[str], dict[str, str]]]:
+    """Return the arguments and variables by which two processes meet: all in arguments."""
+    address = f"127.0.0.1:{free_port([0])}"
+    argv = ["--coordinator", address, "--processes", "2", "--process-id"]
+    return [([*argv, str(number)], {}) for number in range(2)]
+
+
+def by_slurm() -> list[tuple[list[str], dict[str, str]]]:
+    """Return the same for processes that were started by `srun`, which tells them in variables."""
+    first = 2**16 - 2**12  # JAX takes the port from the number of the job
+    job = free_port(range(first, 2**16)) - first
+    shared = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2}
+    return [
+        (
+            ["--coordinator", "auto"],
+            {k: str(v) for k, v in shared.items()}
+            | {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)},
+        )
+        for number in range(2)
+    ]
+
+
 @contextmanager
-def pair(argv: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
+def pair(
+    argv: list[str], meeting: list[tuple[list[str], dict[str, str]]]
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Start two processes that train together; they are gone at the end, or after LIMIT."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     environment = os.environ | {
@@ -58,16 +91,13 @@ def pair(argv: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
         "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"
-    argv = [*argv, "mesh.fsdp=4", "--coordinator", address, "--processes", "2", "--process-id"]
     started = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *argv, str(number)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            [sys.executable, str(ROOT / "train.py"), *argv, "mesh.fsdp=4", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment | variables,
         )
-        for number in range(2)
+        for arguments, variables in meeting
     ]  # fmt: skip
     timers = [threading.Timer(LIMIT, process.kill) for process in started]
     for timer in timers:
@@ -119,12 +149,12 @@ def found(tmp_path_factory) -> dict[str, Any]:
     target = folder / "target"
     save_pretrained(random_model(TARGET), target)
     argv, values = settings(folder, target), {}
-    with pair(argv) as (first, second):
+    with pair(argv, by_flags()) as (first, second):
         values["before"] = read_until(first, "step 5/")
         second.kill()
         _, values["error"] = first.communicate()
         values["lost"] = first.returncode
-    with pair(argv) as (first, second):
+    with pair(argv, by_slurm()) as (first, second):
         values["again"] = read_until(first, "going on after step")
         read_until(first, "tau")  # of an evaluation
         second.send_signal(signal.SIGTERM)

@@ -121,6 +121,25 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(straight, 
     assert "choose another out" in error and error.count("\n") == 1
 
 
+def test_a_run_is_made_longer_from_where_its_rate_began_to_fall(tmp_path, capsys):
+    plan = ["optim.schedule=wsd", "optim.decay=0.5", "optim.warmup=1", "save.keep_last=1"]
+    states = []
+    for name, steps in (("short", ["4"]), ("long", ["4", "8"]), ("whole", ["8"])):
+        (tmp_path / name).mkdir()
+        argv = [*text_run(tmp_path / name, *plan), f"data.cache={tmp_path / 'cache'}"]
+        for count in steps:
+            command = ["--config", TINY, "--only", "target", *argv, f"steps={count}"]
+            if count == "8" and name == "long":
+                assert train.main(command) == 2  # the rate has fallen
+                assert "steps was 4 and is 8" in capsys.readouterr().err
+                shutil.rmtree(tmp_path / "long" / "target" / "checkpoints" / "4")
+            assert train.main(command) == 0
+        states.append(newest(tmp_path / name, [*argv, f"steps={steps[-1]}"], "target"))
+    assert "going on after step 2 of 8" in capsys.readouterr().out
+    assert [int(state.step) for state in states] == [4, 8, 8]
+    assert_same_bits(states[1], states[2])
+
+
 def test_other_text_is_another_configuration(straight, capsys):
     argv = text_run(straight, "steps=4", "save.every=1")
     (straight / "fox.txt").write_text(FOX.upper())

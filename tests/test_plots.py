@@ -29,6 +29,7 @@ def drawn(plots):
         plots.ttt_mask(3, 4),
         plots.acceptance_by_depth({"a": [0.5, 0.25], "b": [0.75]}),
         plots.cost_curve([1, 2, 4], {"float32": [1.0, 1.1, 1.3]}),
+        plots.data_scaling([0.25, 0.5, 1.0], {"chain": [1.3, 1.5, 1.6], "tree": [1.5, 1.8, 2.0]}),
         *plots.context_scaling([1024, 4096], {"hybrid": two, "attention only": two}),
     ]
 

@@ -294,6 +294,17 @@ def test_sources_have_their_share_of_the_answers(config, masker, tmp_path):
     assert 0 < sum(is_text[:6]) < 6  # the sources are mixed: not one, then the other
 
 
+@pytest.mark.parametrize(("temperature", "count"), [(0.0, 3), (1.0, 7)])
+def test_a_prompt_is_asked_once_unless_answers_are_drawn(config, masker, temperature, count):
+    rows = [{"prompt": f"{n % 3}", "response": f"{n}"} for n in range(7)]
+    run, said = config(rows, rows=7), []
+    settings = dataclasses.replace(run.regenerate, temperature=temperature)
+    regenerate(dataclasses.replace(run, regenerate=settings), masker, said.append)
+    assert len(made(run)) == count
+    is_said = any("4 of 7 prompts were there before and are left out" in line for line in said)
+    assert is_said == (count == 3)
+
+
 def test_windows_are_even_different_and_never_the_beginning():
     texts = [np.arange(40), np.arange(100, 105), np.arange(200, 270)]
     found = windows(texts, 8, 20, np.random.default_rng(0))

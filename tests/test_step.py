@@ -23,7 +23,13 @@ from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.data.batches import Batch
 from eagle3.training.features import FeaturedBatch, head_rows, target_features
 from eagle3.training.metrics import Metrics
-from eagle3.training.optim import OptimConfig, learning_rate, make_optimizer
+from eagle3.training.optim import (
+    OptimConfig,
+    hold_end,
+    learning_rate,
+    make_optimizer,
+    same_rates,
+)
 from eagle3.training.step import DraftTask, TargetTask, TrainState, train_step
 
 LENGTH, STEPS = 16, 2
@@ -143,7 +149,7 @@ def test_weights_are_float32_whatever_is_computed_in(hybrid):
     assert_close(state.average, expected)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_the_rate_rises_to_its_peak_and_falls_to_nothing(schedule):
     config = OptimConfig(lr=0.5, warmup=0.1, schedule=schedule)
     rates = [float(np.asarray(learning_rate(config, 100)(step))) for step in range(101)]
@@ -151,7 +157,20 @@ def test_the_rate_rises_to_its_peak_and_falls_to_nothing(schedule):
     if schedule == "constant":
         assert rates[100] == rates[10]
     else:
-        assert rates[10] > rates[50] > rates[99] > 0 and rates[100] == pytest.approx(0, abs=1e-9)
+        assert rates[10] >= rates[80] > rates[90] > rates[99] > 0
+        assert (rates[10] == rates[80]) == (schedule == "wsd")
+        assert rates[100] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_longer_plan_is_the_same_until_the_rate_of_the_shorter_falls():
+    short, long = (OptimConfig(schedule="wsd", warmup=5.0, decay=decay) for decay in (0.2, 0.5))
+    assert hold_end(short, 50) == 40 and hold_end(long, 100) == 50
+    assert same_rates(short, 50, long, 100, 40) and same_rates(short, 50, long, 100, 41)
+    assert not same_rates(short, 50, long, 100, 42)  # the first that is lower
+    assert not same_rates(short, 50, short, 30, 31)  # longer than the second is to be
+    ever = OptimConfig(schedule="constant", warmup=5.0)
+    assert same_rates(ever, 50, ever, 5000, 50)
+    assert not same_rates(OptimConfig(), 50, OptimConfig(), 60, 50)
 
 
 def test_muon_moves_every_weight():
@@ -164,8 +183,8 @@ def test_muon_moves_every_weight():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kind", "sgd"), ("lr", 0.0), ("schedule", "step"), ("warmup", 1.0), ("clip", -1.0),
-     ("b2", 1.0), ("ema", 1.0), ("weight_decay", -0.1)],
+    [("kind", "sgd"), ("lr", 0.0), ("schedule", "step"), ("warmup", 1.5), ("decay", 0.0),
+     ("clip", -1.0), ("b2", 1.0), ("ema", 1.0), ("weight_decay", -0.1)],
 )  # fmt: skip
 def test_a_value_that_no_optimiser_can_use_is_an_error_that_names_it(field, value):
     with pytest.raises(ConfigError, match=f"optim.{field} is"):
@@ -178,7 +197,7 @@ def small_state(step: int, size: int = 3) -> TrainState:
 
 
 def test_the_newest_and_every_so_manieth_checkpoint_are_kept(tmp_path):
-    with Checkpoints(tmp_path, keep_last=2, keep_every=10) as checkpoints:
+    with Checkpoints(tmp_path, keep_last=2, keep_every=[10]) as checkpoints:
         for step in (5, 10, 12, 14):
             checkpoints.save(small_state(step), CONFIG)
             checkpoints.save(small_state(step), CONFIG)  # there already: nothing to do

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from eagle3.config import ConfigError
 from eagle3.training.config import RegenerateConfig, TrainConfig
 from eagle3.training.data.config import DataConfig, SourceConfig
+from eagle3.training.optim import OptimConfig, hold_end, same_rates
 from gdn import save_pretrained
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))  # last: it has a decode.py
@@ -30,13 +32,43 @@ def config(tmp_path_factory, hybrid) -> TrainConfig:
 
 def test_shares_of_the_data_are_read_as_often_as_all_of_it(config):
     runs = studies.runs_of_data(config)
-    found = [(run.config.steps, run.config.data.sources["regenerated"].max_rows) for run in runs]
-    assert found == [(2, 2), (4, 5), (8, 10), (16, 20)]
-    assert len({run.folder for run in runs}) == 4 and runs[-1].name == "all (20 answers)"
-    with pytest.raises(ConfigError, match="20 answers and 7 steps have no 8th"):
+    found = [(run.config.steps, run.config.data.share) for run in runs]
+    assert found == [(2, 1 / 8), (4, 1 / 4), (8, 1 / 2), (16, 1.0)]
+    assert len({run.folder for run in runs}) == 4 and runs[-1].name == "all"
+    with pytest.raises(ConfigError, match="7 steps have no 8th"):
         studies.runs_of_data(dataclasses.replace(config, steps=7))
-    with pytest.raises(ConfigError, match=r"set that$"):
-        studies.runs_of_data(dataclasses.replace(config, data=DataConfig()))
+    half = dataclasses.replace(config, data=dataclasses.replace(config.data, share=0.5))
+    assert [run.config.data.share for run in studies.runs_of_data(half)][::3] == [1 / 16, 0.5]
+
+
+def test_runs_of_shares_of_the_steps_begin_as_the_one_before(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"for optim.schedule=wsd"):
+        studies.runs_of_tokens(config)
+    optim = OptimConfig(schedule="wsd", decay=0.25, warmup=0.0125)
+    runs = studies.runs_of_tokens(dataclasses.replace(config, optim=optim, steps=80))
+    assert [run.config.steps for run in runs] == [10, 20, 40, 80]
+    assert {run.config.optim.warmup for run in runs} == {1.0}
+    assert [run.before for run in runs] == [None, *runs[:-1]]
+    for early, late in pairwise(run.config for run in runs):
+        held = hold_end(early.optim, early.steps)
+        assert same_rates(early.optim, early.steps, late.optim, late.steps, held)
+        assert not same_rates(early.optim, early.steps, late.optim, late.steps, held + 2)
+
+
+def test_the_study_of_data_is_a_table_and_a_figure(config, tmp_path, monkeypatch, capsys):
+    taus = iter([1.25, 1.5, 1.75, 2.0])
+
+    def train(config, report):
+        Path(config.out).mkdir()
+        text = json.dumps({"step": config.steps, "score": next(taus)})
+        (Path(config.out) / "best.json").write_text(text)
+        return True
+
+    monkeypatch.setattr(studies, "train", train)
+    assert studies.study("data", config, tmp_path)
+    a_step = config.data.batch_size * config.data.length
+    assert f"| 1/4 | {4 * a_step:,} | 4 | 1.50 |" in capsys.readouterr().out
+    assert (tmp_path / "data.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_parts_are_changed_one_at_a_time(config, hybrid):
@@ -88,7 +120,7 @@ def test_answers_are_made_for_drafts_only_and_left_alone_if_none_are_asked_for(c
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["shares", "--config", "x.yaml", "--out", "y"], "'shares' is no study: data or parts"),
+        (["shares", "--config", "x.yaml", "--out", "y"], "'shares' is no study: data, tokens"),
         (["data", "--config", "x.yaml"], "together, or none"),
         (["--config", "x.yaml", "--out", "y"], "together, or none"),
     ],

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eagle3.cli.answers import Interrupt, decode
 from eagle3.cli.arguments import Options
 from eagle3.cli.console import json_line, note, print_json
@@ -54,10 +56,9 @@ def _answers(
     engine: Engine, rows: list[Row], keys: list[str], interrupt: Interrupt
 ) -> Iterator[dict[str, Any]]:
     """Yield the line of each row when it ends."""
-    size, stops = engine.config.batch_size, engine.config.stop_strings
+    stops = engine.config.stop_strings
     session = engine.session(engine.drafter)
-    for start in range(0, len(rows), size):
-        batch = rows[start : start + size]
+    for batch in in_batches(rows, engine.config.batch_size):
         requests = [row.request for row in batch]
         for event in decode(session, requests, engine.tokenizer, stops, interrupt):
             if event.result is not None:
@@ -67,6 +68,17 @@ def _answers(
                 yield line | event.result.to_json()
         if interrupt.is_set:
             return
+
+
+def in_batches(rows: list[Row], size: int) -> list[list[Row]]:
+    """Put rows with prompts of like lengths together: the longest is what a batch costs to read.
+
+    Batches come in a random order, the same in every run: what an interrupted one leaves behind is
+    of all lengths.
+    """
+    rows = sorted(rows, key=lambda row: len(row.request.prompt))
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [batches[i] for i in np.random.default_rng(0).permutation(len(batches))]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ mesh may read it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,16 @@ from gdn.sharding import active_mesh
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/STEP/`; use it as a context, so that saves finish."""
 
-    def __init__(self, directory: str | Path, keep_last: int, keep_every: int | None = None):
+    def __init__(self, directory: str | Path, keep_last: int, keep_every: Sequence[int] = ()):
         """Open the directory, made if need be; what a killed process left half-written is removed.
 
         Args:
           keep_last: newest checkpoints that stay.
-          keep_every: those whose step is a multiple of it stay for good; None: no others.
+          keep_every: those whose step is a multiple of one of these stay for good.
         """
         policies: Any = ocp.training.preservation_policies
         decisions: Any = ocp.training.save_decision_policies
-        kept: list[Any] = [policies.LatestN(keep_last)]
-        if keep_every:
-            kept.append(policies.EveryNSteps(keep_every))
+        kept: list[Any] = [policies.LatestN(keep_last), *map(policies.EveryNSteps, keep_every)]
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._checkpointer = ocp.training.Checkpointer(

@@ -107,6 +107,8 @@ class TTTConfig:
     decay: float = 0.8  # weight of each step's loss relative to the one before
     loss: str = "soft_cross_entropy"  # or kl, lk_hybrid
     keep_unknown: bool = False  # train also where the target's best token is not in the vocabulary
+    # Make activations and logits again in the backward pass: less memory, a third more arithmetic.
+    remat: bool = True
 
     def __post_init__(self) -> None:
         """Reject values that no run can use.

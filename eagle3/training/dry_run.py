@@ -73,7 +73,7 @@ def _plan_draft(config: TrainConfig, target_cfg: TargetConfig, title: str) -> Pl
     look = (target_graph, weights, cfg.aux_layers, batch)
     features = _by_rows(jax.eval_shape(target_features, *look))
     featured = FeaturedBatch(batch, features)
-    task = DraftTask(graph, dtypes, ttt.steps, ttt.decay, ttt.loss, ttt.keep_unknown)
+    task = DraftTask(graph, dtypes, ttt.steps, ttt.decay, ttt.loss, ttt.keep_unknown, ttt.remat)
     frozen = (placed(nnx.to_pure_dict(tables)), rows)
     programs = [
         compile_program("target", target_features, *look),

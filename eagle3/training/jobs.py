@@ -156,9 +156,8 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
     graph, params, tables = _split(draft)
     dtypes = tuple(x.dtype for x in jax.tree.leaves(params))
     params = place(jax.tree.map(lambda x: jnp.array(x, jnp.float32), params))
-    task = DraftTask(
-        graph, dtypes, config.ttt.steps, config.ttt.decay, config.ttt.loss, config.ttt.keep_unknown
-    )
+    ttt = config.ttt
+    task = DraftTask(graph, dtypes, ttt.steps, ttt.decay, ttt.loss, ttt.keep_unknown, ttt.remat)
     rows = head_rows(target, jnp.asarray(vocabulary.target_ids))
     frozen = (place(tables), place({"head_rows": rows})["head_rows"])
     target_graph, target_params, _ = _split(target)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import optax.contrib
 
@@ -19,8 +20,10 @@ class OptimConfig:
 
     kind: str = "adamw"  # adamw, or muon: matrices of layers by Muon, the rest by AdamW
     lr: float = 1e-3  # peak, after warm-up; of Muon's matrices, scaled to Adam's size of update
-    schedule: str = "cosine"  # from the peak to 0 by the last step: cosine, linear; or constant
-    warmup: float = 0.02  # share of all steps
+    # From the peak to 0 by the last step: cosine, linear, wsd, which holds it first; or constant.
+    schedule: str = "cosine"
+    warmup: float = 0.02  # share of all steps; from 1 on, their number
+    decay: float = 0.2  # wsd: share of all steps in which the rate falls, the last ones
     weight_decay: float = 0.0  # per step and unit of learning rate, on matrices (muon: its own)
     b1: float = 0.9  # of Adam's first moment
     b2: float = 0.95  # of its second, as in the EAGLE papers
@@ -38,10 +41,15 @@ class OptimConfig:
             ("lr", 0 < self.lr < math.inf, "above 0"),
             (
                 "schedule",
-                self.schedule in ("cosine", "linear", "constant"),
-                "cosine, linear or constant",
+                self.schedule in ("cosine", "linear", "wsd", "constant"),
+                "cosine, linear, wsd or constant",
             ),
-            ("warmup", 0 <= self.warmup < 1, "in 0..1, a share of all steps"),
+            (
+                "warmup",
+                0 <= self.warmup < 1 or self.warmup % 1 == 0 and self.warmup < math.inf,
+                "in 0..1, a share of all steps, or a whole number of them",
+            ),
+            ("decay", 0 < self.decay <= 1, "above 0 and at most 1, a share of all steps"),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
             ("b1", 0 <= self.b1 < 1, "in 0..1"),
             ("b2", 0 <= self.b2 < 1, "in 0..1"),
@@ -54,16 +62,36 @@ class OptimConfig:
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
     """Return the learning rate of each of `steps` steps."""
-    warmup = round(config.warmup * steps)
+    warmup = round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
     rest = max(1, steps - warmup)
+    held = max(0, hold_end(config, steps) - warmup)
     after = {
         "cosine": optax.cosine_decay_schedule(config.lr, rest),
         "linear": optax.linear_schedule(config.lr, 0.0, rest),
+        "wsd": optax.linear_schedule(config.lr, 0.0, max(1, rest - held), held),
         "constant": optax.constant_schedule(config.lr),
     }[config.schedule]
     # The first step already moves: a rate of 0 would waste it.
     start = optax.linear_schedule(config.lr / (warmup + 1), config.lr, max(1, warmup))
     return optax.join_schedules([start, after], [warmup])
+
+
+def hold_end(config: OptimConfig, steps: int) -> int:
+    """Return after how many steps the rate of `wsd` begins to fall.
+
+    Until then a run does not depend on how long it is to be: from there on it can be made a longer
+    or a shorter one (warm-up, stable, decay: arXiv 2404.06395, section 4).
+    """
+    return steps - max(1, round(config.decay * steps))
+
+
+def same_rates(a: OptimConfig, a_steps: int, b: OptimConfig, b_steps: int, count: int) -> bool:
+    """Tell whether the first `count` steps of two runs have the same learning rates."""
+    if count > min(a_steps, b_steps):
+        return False
+    rates = (learning_rate(a, a_steps), learning_rate(b, b_steps))
+    first, second = (np.asarray(jax.vmap(rate)(np.arange(count))) for rate in rates)
+    return np.array_equal(first, second)
 
 
 def _dimensions(params: Any) -> Any:

@@ -4,6 +4,7 @@ A text is begun, and continued from further places if more answers are wanted th
 a conversation is cut where an answer comes, one after the other.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -64,7 +65,9 @@ class Prompts:
                 tally = Tally()
                 found += self._of_sample(sample, share, rng, tally)
                 _check(name, tally, report, "prompts")
-        # The first answers, which are all of a small share, are of all sources.
+        if not self._settings.temperature:
+            found = _different(found, report)
+        # Mixed, so that no part of the answers is of one source.
         order = np.random.default_rng((self._settings.seed, len(sources))).permutation(len(found))
         return self._numbered([found[place] for place in order], 0)
 
@@ -247,6 +250,17 @@ def _keep(
         return False
     tally.kept += 1
     return True
+
+
+def _different(found: Iterable[Fields], report: Report) -> list[Fields]:
+    """Leave out what was asked before: the likeliest answer would be the same."""
+    kept, count = {}, 0
+    for fields in found:
+        count += 1
+        kept.setdefault(json.dumps(fields, sort_keys=True), fields)
+    if count > len(kept):
+        report(f"{count - len(kept):,} of {count:,} prompts were there before and are left out")
+    return list(kept.values())
 
 
 def _check(name: str, tally: Tally, report: Report, what: str) -> None:

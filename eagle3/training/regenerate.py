@@ -29,7 +29,7 @@ from eagle3.training.data.sources import source_fingerprint
 from eagle3.training.prompts import Fields, Prompts, Report
 
 FOLDER = "regenerated"  # below the directory of the run
-_VERSION = 2  # of how prompts are made and what is kept: raise it when either changes
+_VERSION = 3  # of how prompts are made and what is kept: raise it when either changes
 
 
 class Answered(NamedTuple):

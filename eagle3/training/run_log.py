@@ -36,7 +36,7 @@ class RunLog:
         total: int,
         every: int,
         scalars: Callable[[Any], dict[str, float]],
-        rate: Callable[[int], Any],
+        rate: Callable[[Any], Any],
         flops: float,
         peak: float,
     ):
@@ -44,13 +44,15 @@ class RunLog:
 
         Args:
           scalars: makes numbers, by name, of the task's sums.
-          rate: learning rate of each step.
+          rate: learning rate of a step, from 0 on, as optax's schedules are.
           flops: operations of a step per token.
           peak: operations a second that the device is measured against.
         """
         self._metrics, self._report = metrics, report
         self._first, self._total, self._every = first, total, every
-        self._scalars, self._rate, self._flops, self._peak = scalars, rate, flops, peak
+        self._scalars, self._flops, self._peak = scalars, flops, peak
+        # All at once: later, a number from the device would come after the step that runs there.
+        self._rates = np.asarray(jax.vmap(rate)(np.arange(total)))
         self._pending: tuple[int, StepMetrics, int] | None = None
         self._sums: Any = None
         self._losses: list[float] = []
@@ -98,14 +100,15 @@ class RunLog:
 
     def _tell(self, step: int, gradient_norm: float) -> None:
         assert self._since is not None
-        seconds = time.perf_counter() - self._since
+        now = time.perf_counter()
+        seconds = now - self._since
         speed = self._tokens / seconds if self._tokens else 0.0
         values = {f"train/{k}": v for k, v in self._scalars(self._sums).items()}
         loss = float(np.mean(self._losses))
         values |= {
             "train/loss": loss,
             "train/gradient_norm": gradient_norm,
-            "train/learning_rate": float(np.asarray(self._rate(step - 1))),
+            "train/learning_rate": float(self._rates[step - 1]),
         }
         left = ""
         if self._tokens:
@@ -121,8 +124,7 @@ class RunLog:
             self._bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
         else:
             self._report(f"step {step}/{self._total}: loss {loss:.3f}{left}")
-        self._sums, self._losses, self._tokens = None, [], 0
-        self._since = time.perf_counter()
+        self._sums, self._losses, self._tokens, self._since = None, [], 0, now
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -124,6 +124,7 @@ class DraftTask:
     decay: float = 0.8  # weight of each step's loss relative to the one before
     loss_name: str = "soft_cross_entropy"
     keep_unknown: bool = False  # train on slots whose best token the draft vocabulary lacks
+    remat: bool = True  # hold less, compute more
 
     def counts(self, batch: FeaturedBatch) -> Float[Array, " K"]:
         """Return the number of slots of each step."""
@@ -142,7 +143,10 @@ class DraftTask:
         tables, rows = frozen
         draft = nnx.merge(self.graph, cast(params, self.dtypes), tables)
         teaching = teach(batch, rows)
-        sums = draft_loss(draft, teaching, self.steps, LOSSES[self.loss_name], self.keep_unknown)
+        sums = draft_loss(
+            draft, teaching, self.steps, LOSSES[self.loss_name], self.keep_unknown,
+            remat=self.remat,
+        )  # fmt: skip
         weights = self.decay ** jnp.arange(self.steps)
         losses = jnp.stack([step.loss for step in sums]) / counts
         return jnp.sum(weights * losses) / jnp.sum(weights), sums

@@ -33,14 +33,17 @@ from eagle3.training.data.prefetch import Prefetcher
 from eagle3.training.flops import measured_peak
 from eagle3.training.jobs import Job, Report, build_job
 from eagle3.training.metrics import Metrics
-from eagle3.training.optim import learning_rate
+from eagle3.training.optim import OptimConfig, hold_end, learning_rate, same_rates
 from eagle3.training.run_log import NotFiniteError, RunLog
 from eagle3.training.step import TrainState, train_step
 
+CHECKPOINTS = "checkpoints"  # below the directory of a run
 _BEST = "best.json"
 # What a run may be resumed with another value of: where things are, and what is looked at when.
 _FREE = ("out", "target", "tokenizer", "eval", "save", "log_every", "profile_from")
 _FREE += ("profile_steps", "peak_tflops", "mesh")
+# What may change while it makes no difference to the steps that were taken.
+_PLAN = ("config.steps", "config.optim.schedule", "config.optim.warmup", "config.optim.decay")
 _FREE_DATA = ("cache", "feature_cache", "feature_cache_gb", "prefetch")
 # What has no part in a task.
 _UNUSED = {"target": ("draft", "ttt", "regenerate"), "draft": ("generated",)}
@@ -58,8 +61,10 @@ def train(config: TrainConfig, report: Report = print) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack, ending_together():
         stack.enter_context(on_mesh(config.mesh))
-        keep = config.save.keep_last, config.save.keep_every or None
-        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", *keep))
+        keep = [config.save.keep_every, _held(config)]
+        checkpoints = stack.enter_context(
+            Checkpoints(out / CHECKPOINTS, config.save.keep_last, [n for n in keep if n])
+        )
         job = build_job(config, report)
         recorded = _recorded(config, job)
         like, state = abstract(job.state), job.state
@@ -82,6 +87,11 @@ def train(config: TrainConfig, report: Report = print) -> bool:
         return run.steps(state, is_new)
 
 
+def _held(config: TrainConfig) -> int:
+    """Return the step whose checkpoint stays because longer runs may go on from it; 0: none."""
+    return hold_end(config.optim, config.steps) if config.optim.schedule == "wsd" else 0
+
+
 def _recorded(config: TrainConfig, job: Job) -> dict[str, Any]:
     """Return all that decides the weights, as JSON has it."""
     values = dataclasses.asdict(config)
@@ -102,12 +112,16 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
     Raises:
       ValueError: naming every field that differs, with both values.
     """
-    before, now = _flat(checkpoints.config()), _flat(now)
+    found, step = checkpoints.config(), checkpoints.latest()
+    assert step is not None
+    free = _PLAN if _is_one_plan(found["config"], now["config"], step) else ()
+    before, now = _flat(found), _flat(now)
     wrong = [
         f"{name.removeprefix('config.')} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
         # A field that is younger than the checkpoint had its default then; a source had none.
         if (name in before or name.startswith(("identity.", "config.data.sources.")))
+        and name not in free
         and before.get(name) != now.get(name)
     ]
     if wrong:
@@ -115,6 +129,15 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
             f"{checkpoints.directory} was made with another configuration: {'; '.join(wrong)}."
             " Set these back to go on, or choose another out to start anew"
         )
+
+
+def _is_one_plan(a: dict[str, Any], b: dict[str, Any], step: int) -> bool:
+    """Tell whether two plans of the learning rate are one as far as they were carried out."""
+    try:
+        plans = [(OptimConfig(**values["optim"]), values["steps"]) for values in (a, b)]
+    except (TypeError, KeyError):  # of another version
+        return False
+    return same_rates(*plans[0], *plans[1], step)
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -198,6 +221,7 @@ class _Run:
         self._metrics, self._best, self._recorded = metrics, best, recorded
         self._interrupt, self._report = interrupt, report
         self._is_traced = False
+        self._held = _held(config)
         self._own = own_rows(config.data.batch_size)  # here: a thread does not know the mesh
 
     def steps(self, state: TrainState, is_new: bool) -> bool:
@@ -233,7 +257,7 @@ class _Run:
                     self._stop_trace(state)
                 with self._guarded():
                     log.push(step, found, tokens)
-                if self._is_due(step) or step % config.save.every == 0:
+                if self._is_due(step) or step % config.save.every == 0 or step == self._held:
                     with self._guarded():
                         log.flush()
                     self._save(state, log)  # first: an evaluation takes its time, or fails

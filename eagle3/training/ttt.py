@@ -8,6 +8,7 @@ x_{t+2+k}.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -71,13 +72,13 @@ def unroll_with(
     steps: int,
     visit: Callable[[int, jax.Array], Any],
     segment_ids: Int[Array, "B T"] | None = None,
+    remat: bool = True,
 ) -> list[Any]:
     """Unroll, and collect what `visit(step, z)` makes of the layer's output z [B, T, H].
 
-    The layer is computed again in the backward pass: memory is that of one step, plus the keys,
-    values and z of each.
-
     Args:
+      remat: the layer is computed again in the backward pass: memory is that of one step, plus the
+        keys, values and z of each.
       segment_ids: a slot sees slots of its own document only; positions need not start again, as
         RoPE knows only their differences.
     """
@@ -99,8 +100,8 @@ def unroll_with(
 
     hidden, keys, results = draft.fuse(aux_hidden), (), []
     for step in range(steps):
-        again = jax.checkpoint(lambda hidden, keys, step=step: one_step(step, hidden, keys))
-        z, made = again(hidden, keys)
+        layer = partial(one_step, step)
+        z, made = (jax.checkpoint(layer) if remat else layer)(hidden, keys)
         results.append(visit(step, z))
         hidden, keys = draft.feedback(z), (*keys, made)
     return results
@@ -144,12 +145,14 @@ def draft_loss(
     loss_function: LossFunction,
     keep_unknown: bool = False,
     rows: int = 512,
+    remat: bool = True,
 ) -> list[StepSums]:
     """Unroll the draft against the target; returns sums per step.
 
     Args:
       keep_unknown: also train on slots whose best next token the draft vocabulary lacks.
-      rows: slots whose logits are held at a time, on each device.
+      rows: slots whose logits are made at a time, on each device.
+      remat: activations and logits are made again in the backward pass, not held until then.
     """
     target_ids = draft.target_ids[...]
     counts = slot_weights(teaching.loss_mask, teaching.segment_ids, steps)
@@ -167,13 +170,15 @@ def draft_loss(
         weight = counts[step] & (known | keep_unknown)
 
         def of_own(head, z, teacher, weight):
-            return _scores(head, z, teacher, weight, step + 1, loss_function, size)
+            return _scores(head, z, teacher, weight, step + 1, loss_function, size, remat)
 
         head = draft.norm, draft.lm_head[...]
         loss, (token, overlap) = on_own_rows(of_own, head, z, teacher, weight)
         return loss, weight, target_ids[token] == best, overlap
 
-    seen = unroll_with(draft, teaching.aux_hidden, following, steps, visit, teaching.segment_ids)
+    seen = unroll_with(
+        draft, teaching.aux_hidden, following, steps, visit, teaching.segment_ids, remat
+    )
     sums = []
     for step, (loss, weight, hit, overlap) in enumerate(seen):
         slots = counts[step]
@@ -197,6 +202,7 @@ def _scores(
     ahead: int,
     loss_function: LossFunction,
     size: int,
+    remat: bool,
 ) -> tuple[Float[Array, ""], tuple[Int[Array, "B T"], Float[Array, "B T"]]]:
     """Compare the draft at slot t with the teacher at t + `ahead`, `size` slots at a time.
 
@@ -213,7 +219,6 @@ def _scores(
     z = jnp.pad(z, (*padding, (0, 0))).reshape(batch, count, size, -1)
     weight = jnp.pad(weight, padding).reshape(batch, count, size)
 
-    @jax.checkpoint
     def block(total, inputs):
         number, z, weight = inputs
         logits = draft_logits(head, z)
@@ -223,6 +228,7 @@ def _scores(
         return total + jnp.sum(jnp.where(weight, loss, 0.0)), found
 
     blocks = (jnp.arange(count), jnp.swapaxes(z, 0, 1), jnp.swapaxes(weight, 0, 1))
+    block = jax.checkpoint(block) if remat else block
     total, found = jax.lax.scan(block, jnp.zeros((), jnp.float32), blocks)
     token, overlap = (jnp.swapaxes(x, 0, 1).reshape(batch, -1)[:, :length] for x in found)
     return total, (token, overlap)

@@ -3,6 +3,9 @@
 Every source is an endless list of rows: a permutation of all its rows, then another one, and so on.
 A mixture takes the next row of one source or another, in blocks in which every source has its share
 of places, permuted too. Position p of the mixture is thus known without those before it.
+
+With `share`, a source has that part of its rows, drawn at random: a larger share has those of a
+smaller one and more. They keep the numbers that they have among all rows.
 """
 
 import bisect
@@ -93,14 +96,15 @@ class Batches:
         weights = {name: source.weight for name, source in cfg.named_sources.items()}
         self._rows = [Rows(data[name], cfg.length, cfg.packing, pad_id) for name in weights]
         self._firsts = [0, *itertools.accumulate(rows.num_rows for rows in self._rows)]
+        self._kept = [max(1, round(cfg.share * rows.num_rows)) for rows in self._rows]
         self._counts = _shares(weights)
         self._labels = np.repeat(np.arange(len(self._counts)), self._counts)
         # A few permutations are kept, because the rows of a batch come from the same ones.
-        self._permutation = lru_cache(2 * len(weights) + 2)(self._permute)
+        self._permutation = lru_cache(3 * len(weights) + 2)(self._permute)
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of all sources together."""
+        """Return the rows of all sources together, whatever the share."""
         return self._firsts[-1]
 
     def batch_at(self, step: int, own: range | None = None) -> Batch:
@@ -132,9 +136,12 @@ class Batches:
             source = int(labels[place])
             before = int(np.count_nonzero(labels[:place] == source))
             index = block * int(self._counts[source]) + before
-        rows = self._rows[source]
-        epoch, place = divmod(index, rows.num_rows)
-        return source, int(self._permutation(source, epoch, rows.num_rows)[place])
+        kept, whole = self._kept[source], self._rows[source].num_rows
+        epoch, place = divmod(index, kept)
+        number = int(self._permutation(source, epoch, kept)[place])
+        if kept < whole:
+            number = int(self._permutation(len(self._rows) + 1 + source, 0, whole)[number])
+        return source, number
 
     def _permute(self, stream: int, epoch: int, size: int) -> np.ndarray:
         return np.random.default_rng((self._cfg.seed, stream, epoch)).permutation(size)

@@ -69,7 +69,8 @@ class DataConfig:
     # documents a row. pad: one document a row.
     packing: str = "window"
     truncate: bool = False  # pack and pad: cut what is longer than a row, instead of dropping it
-    seed: int = 0  # of the order
+    share: float = 1.0  # of each source's rows of batches: only these, drawn at random, are used
+    seed: int = 0  # of the order, and of what is drawn
     cache: str = "runs/cache"  # directory for tokenised sources
     feature_cache: str = ""  # directory for what the target says about them; empty: runs each time
     feature_cache_gb: float = 20.0  # most that it may take, in 10^9 bytes
@@ -90,6 +91,8 @@ class DataConfig:
             raise ConfigError(
                 "data.truncate has no effect with packing window: nothing is too long"
             )
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"data.share is {self.share}, it must be above 0 and at most 1 (all)")
         if not 0 < self.feature_cache_gb < float("inf"):
             raise ConfigError(
                 f"data.feature_cache_gb is {self.feature_cache_gb}, it must be above 0"
