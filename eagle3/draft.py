@@ -21,7 +21,17 @@ from jaxtyping import Array, Float, Int
 
 from eagle3.draft_config import DraftConfig
 from gdn import HybridLM
-from gdn.layers import MLP, RMSNorm, Weight, apply_rope, embed, linear, linears, normal_init
+from gdn.layers import (
+    MLP,
+    RMSNorm,
+    Weight,
+    apply_rope,
+    embed,
+    linear,
+    linears,
+    normal_init,
+    rope_angles,
+)
 from gdn.sharding import ROWS, constrain
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v -> values
@@ -111,9 +121,7 @@ class Eagle3Draft(nnx.Module):
             values [B, T, N, H].
         """
         cfg = self.cfg
-        frequency = jnp.asarray(cfg.rope_frequencies())
-        angle = positions[..., None].astype(jnp.float32) * frequency
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        cos, sin = rope_angles(positions, jnp.asarray(cfg.rope_frequencies()))
         with jax.named_scope("draft_layer"):
             e = embed(self.embed_tokens[...], tokens, differentiable=False)
             normed = self.hidden_norm(hidden)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from gdn.config import TargetConfig
-from gdn.layers import rope_angles
+from gdn.layers import rope_angles, rope_frequencies
 from gdn.ops.reference import document_index, segment_starts
 from gdn.ops.tree import Tree
 
@@ -71,4 +71,4 @@ def tree_context(cfg: TargetConfig, tree: Tree, start: Int[Array, " B"]) -> Tree
 
 
 def _angles(cfg: TargetConfig, positions):
-    return rope_angles(positions, cfg.rotary_dim, cfg.rope_theta)
+    return rope_angles(positions, rope_frequencies(cfg.rotary_dim, cfg.rope_theta))

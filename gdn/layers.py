@@ -115,13 +115,27 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, weight, self.eps, self.unit_offset)
 
 
+def rope_frequencies(rotary_dim: int, theta: float) -> Float[Array, " R"]:
+    """Return theta^(-2i / rotary_dim) for i < R = rotary_dim // 2."""
+    return theta ** (-jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
+
+
 def rope_angles(
-    positions: Int[Array, "B T"], rotary_dim: int, theta: float
+    positions: Int[Array, "B T"], frequencies: Float[Array, " R"]
 ) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
-    """Return cos and sin of position * theta^(-2i / rotary_dim) for i < R = rotary_dim // 2."""
-    frequency = theta ** (-jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
-    angle = positions[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    """Return cos and sin of position * frequency.
+
+    On a CPU, XLA fuses them into what they rotate, and makes them anew in every layer for every
+    head: three quarters of the time of all rotations. It fuses nothing through a product, and times
+    1 is exact.
+    """
+    angle = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if jax.default_backend() == "cpu":
+        one = jnp.eye(len(frequencies))
+        both = jnp.stack([cos, sin])
+        cos, sin = jnp.einsum("...r,rs->...s", both, one, precision=jax.lax.Precision.HIGHEST)
+    return cos, sin
 
 
 def apply_rope(

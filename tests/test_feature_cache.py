@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,12 +45,17 @@ def random_features(row_ids, seed=0, dtype=np.float32) -> Features:
     return Features(draw(0, dtype, AUX, WIDTH), draw(1, dtype, WIDTH), draw(2, np.int32))
 
 
-def never() -> Features:
+def never(places) -> Features:
     raise AssertionError("the target is run")
 
 
+def said(features: Features) -> Callable[[np.ndarray], Features]:
+    """Return a target that says this of a batch, or of what it is asked about of it."""
+    return lambda places: Features(*(x.reshape(-1, *x.shape[2:])[places] for x in features))
+
+
 def fill(cache, row_ids, seed=0) -> Features:
-    return cache.features(row_ids, lambda: random_features(row_ids, seed))
+    return cache.features(row_ids, said(random_features(row_ids, seed)))
 
 
 def ids(*rows) -> np.ndarray:
@@ -62,7 +68,7 @@ def test_rows_are_read_bit_for_bit_in_later_epochs_and_runs(tmp_path, dtype):
     rng = np.random.default_rng(0)
     for row_ids in rng.permutation(ROWS).reshape(1, 5, 2):
         expected = random_features(row_ids, dtype=dtype)
-        found = cache.features(row_ids, lambda features=expected: features)
+        found = cache.features(row_ids, said(expected))
         assert_same_bits(found, expected)
     for again in (cache, open_cache(tmp_path, dtype=dtype)):
         row_ids = rng.permutation(ROWS).reshape(2, 5)
@@ -85,7 +91,7 @@ def test_a_draft_that_learns_from_the_cache_has_the_weights_of_one_that_runs_the
     segments = 1 + (np.arange(16) >= rng.integers(3, 13, (1, 4, 1))).astype(np.int32)
     batch = Batch(tokens, rng.random(shape) < 0.8, segments)
 
-    def online():
+    def online(places=None):
         return target_features(graph, nnx.to_pure_dict(params), taps, batch)
 
     def from_cache(compute):
@@ -111,6 +117,33 @@ def test_a_batch_of_which_a_row_is_missing_adds_that_row(tmp_path):
     assert_same_bits(cache.features(row_ids, never), random_features(row_ids))
 
 
+@pytest.mark.parametrize(
+    ("there", "asked"),
+    [
+        ([], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([1, 3, 4], [[0, 1, 2, 3], [4, 5, 6, 7]]),  # five are as dear as eight
+        ([1, 3, 4, 9], [[0, 2, 5, 6]]),
+        ([0, 1, 2, 5, 8], [[3, 4, 7, 3]]),
+        ([1, 2, 3, 4, 5, 8], [[0, 7]]),
+        ([0, 1, 2, 3, 4, 5, 8], [[7]]),
+        ([0, 1, 2, 3, 4, 5, 8, 9], []),
+    ],
+)
+def test_the_target_reads_only_what_is_missing_in_few_shapes(tmp_path, there, asked):
+    cache, row_ids, found = open_cache(tmp_path), np.array([[0, 1, 2, 3], [4, 5, 8, 9]]), []
+    if there:
+        fill(cache, ids(*there))
+    say = said(random_features(row_ids))
+
+    def compute(places):
+        found.extend(places.tolist())
+        return say(places)
+
+    assert_same_bits(cache.features(row_ids, compute), random_features(row_ids))
+    assert found == asked
+    assert_same_bits(cache.features(row_ids, never), random_features(row_ids))
+
+
 def test_what_a_row_once_was_it_stays(tmp_path):
     """Where a target gives a row other bits beside other rows, or at another place."""
     cache = open_cache(tmp_path)
@@ -120,7 +153,7 @@ def test_what_a_row_once_was_it_stays(tmp_path):
     assert_same_bits(mixed.best[:, 1], random_features(ids(2), seed=1).best[:, 0])
 
     other = random_features(ids(6, 7), seed=3)
-    twice = cache.features(ids(6, 6), lambda: other)
+    twice = cache.features(ids(6, 6), said(other))
     assert_same_bits(cache.features(ids(6, 6), never), twice)
     assert_same_bits(twice.hidden[:, 1], other.hidden[:, 0])
 
@@ -163,10 +196,10 @@ def test_a_row_that_a_killed_process_left_half_written_is_computed_again(
 def test_a_row_of_nothing_but_zeros_is_told_from_one_that_is_not_there(tmp_path):
     cache = open_cache(tmp_path)
     zeros = jax.tree.map(np.zeros_like, random_features(ids(1)))
-    cache.features(ids(8), lambda: zeros)
+    cache.features(ids(8), said(zeros))
     with pytest.raises(AssertionError, match="is run"):
         cache.features(ids(1), never)
-    cache.features(ids(1), lambda: zeros)
+    cache.features(ids(1), said(zeros))
     assert_same_bits(cache.features(ids(1), never), zeros)
 
 
@@ -174,7 +207,7 @@ def test_a_file_takes_room_for_the_rows_that_are_there(tmp_path):
     cache = open_cache(tmp_path, num_rows=1_000_000, limit_gb=1.0)
     fill(cache, ids(1, 2))
     far = ids(999_999)
-    cache.features(far, lambda: random_features(ids(0)))
+    cache.features(far, said(random_features(ids(0))))
     assert cache.path.stat().st_size > 500e6 and cache.path.stat().st_blocks * 512 < 1e5
     assert_same_bits(cache.features(far, never), random_features(ids(0)))
 
@@ -246,7 +279,7 @@ def test_two_at_once_leave_each_row_as_one_of_them_wrote_it_or_not_at_all(tmp_pa
 def test_features_and_rows_that_the_cache_is_not_of_are_errors(tmp_path):
     cache = open_cache(tmp_path)
     with pytest.raises(ValueError, match="aux_hidden as bfloat16"):
-        cache.features(ids(1), lambda: random_features(ids(1), dtype=jnp.bfloat16))
+        cache.features(ids(1), said(random_features(ids(1), dtype=jnp.bfloat16)))
     for row in (-1, ROWS):
         with pytest.raises(ValueError, match="not all below 10"):
             cache.features(ids(0, row), never)

@@ -88,25 +88,33 @@ class FeatureCache:
         self._num_rows, self._report, self._is_writing = num_rows, report, True
 
     def features(
-        self, row_ids: Int[np.ndarray, "A B"], compute: Callable[[], Features]
+        self,
+        row_ids: Int[np.ndarray, "A B"],
+        compute: Callable[[Int[np.ndarray, "C D"]], Features],
     ) -> Features:
         """Return the features [A, B, T, ...] of rows, on the host or the device.
 
         Args:
-          compute: runs the target on these rows, [A, B, T]; called unless all of them are there.
+          compute: runs the target on the rows at these places of the batch, counted through, and
+            returns [C, D, T, ...]; called unless all rows are there. D is a power of two or B, so
+            that there are few shapes to compile for.
         """
         rows, first, places = np.unique(row_ids, return_index=True, return_inverse=True)
         if rows[0] < 0 or rows[-1] >= self._num_rows:
             raise ValueError(f"rows {rows[0]} to {rows[-1]} are not all below {self._num_rows}")
         records, is_there = self._read(rows)
         if not is_there.all():
-            computed = compute()
-            if not (self._is_writing or is_there.any()):
-                return computed
             missing = np.flatnonzero(~is_there)
-            self._fill(records, missing, computed, first[missing])
+            wanted = _pieces(first[missing], row_ids.shape)
+            computed = compute(wanted)
+            is_whole = len(missing) == len(rows) and wanted.shape == row_ids.shape
+            if is_whole and not self._is_writing:
+                return computed
+            found_at = {place: i for i, place in enumerate(wanted.reshape(-1).tolist())}
+            places_made = np.array([found_at[place] for place in first[missing].tolist()])
+            self._fill(records, missing, computed, places_made)
             self._write(rows, records, missing)
-            if len(missing) == row_ids.size:  # nothing else was read, and no row came twice
+            if is_whole and len(rows) == row_ids.size:  # no row came twice
                 return computed
         places = places.reshape(row_ids.shape)
         found: Any = (records[name][places] for name in Features._fields)
@@ -125,7 +133,7 @@ class FeatureCache:
     def _fill(
         self, records: np.ndarray, missing: np.ndarray, computed: Features, places: np.ndarray
     ) -> None:
-        """Copy what the target said at `places` of the batch into the missing records."""
+        """Copy what the target said, at `places` of what was computed, into missing records."""
         for name, array in jax.device_get(computed)._asdict().items():
             field = records[name]
             if array.dtype != field.dtype or array.shape[2:] != field.shape[1:]:
@@ -154,6 +162,18 @@ class FeatureCache:
                 f"data.feature_cache: {self.path} cannot be written ({error}); training goes on,"
                 " and runs the target on rows that are not there"
             )
+
+
+def _pieces(places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Put places of a batch [A, B] into pieces of no more than B, the last ones repeated to fill.
+
+    If that would be as many as there are, it is the batch itself, in order.
+    """
+    size = min(shape[1], 1 << (len(places) - 1).bit_length())
+    count = -(-len(places) // size)
+    if count * size >= math.prod(shape):
+        return np.arange(math.prod(shape)).reshape(shape)
+    return np.resize(places, count * size).reshape(count, size)
 
 
 def _bytes(records: np.ndarray) -> list[memoryview]:

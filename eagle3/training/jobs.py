@@ -30,7 +30,7 @@ from eagle3.training.data.dataset import TokenDataset, open_datasets
 from eagle3.training.data.masking import Masker
 from eagle3.training.evaluate import Evaluation
 from eagle3.training.feature_cache import FeatureCache
-from eagle3.training.features import FeaturedBatch, head_rows, target_features
+from eagle3.training.features import FeaturedBatch, Features, head_rows, target_features
 from eagle3.training.flops import draft_flops, target_flops
 from eagle3.training.new_tokenizer import place_tokenizer
 from eagle3.training.optim import make_optimizer
@@ -162,8 +162,8 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
     frozen = (place(tables), place({"head_rows": rows})["head_rows"])
     target_graph, target_params, _ = _split(target)
 
-    def look(batch: Batch) -> FeaturedBatch:
-        batch = spread(batch, config.data.batch_size)
+    def look(batch: Batch, count: int = config.data.batch_size) -> FeaturedBatch:
+        batch = spread(batch, count)
         features = target_features(target_graph, target_params, cfg.aux_layers, batch)
         return FeaturedBatch(batch, features)
 
@@ -176,7 +176,12 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
             return look(batch)
         first = step * config.accumulate
         rows = np.stack([batches.rows_at(first + i) for i in range(config.accumulate)])
-        features = cache.features(rows, lambda: look(batch).features)
+
+        def look_at(places: np.ndarray) -> Features:
+            flat = (x.reshape(-1, *x.shape[2:]) for x in batch)
+            return look(Batch(*(x[places] for x in flat)), places.shape[1]).features
+
+        features = cache.features(rows, look_at)
         return spread(FeaturedBatch(batch, features))
 
     def merged(params: Any):
