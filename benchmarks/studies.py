@@ -39,7 +39,7 @@ from eagle3.files import write_whole
 from eagle3.machine import keep_compiled_programs, processor
 from eagle3.training.config import RegenerateConfig, TrainConfig
 from eagle3.training.data.masking import Masker
-from eagle3.training.optim import hold_end
+from eagle3.training.optim import hold_end, warmup_steps
 from eagle3.training.regenerate import regenerate
 from eagle3.training.trainer import CHECKPOINTS, train
 from gdn import TargetConfig
@@ -99,13 +99,18 @@ def runs_of_tokens(config: TrainConfig) -> list[Run]:
     """Return a run for each share of the steps.
 
     Raises:
-      ConfigError: there are too few steps, or the rate falls from the beginning on.
+      ConfigError: there are too few steps, the schedule is not wsd, or its parts overlap.
     """
     if config.optim.schedule != "wsd":
         raise ConfigError("the study of tokens is for optim.schedule=wsd: set that")
-    warmup = config.optim.warmup
-    warmup = float(round(warmup * config.steps)) if warmup < 1 else warmup  # the same for all
-    optim = dataclasses.replace(config.optim, warmup=warmup)
+    warmup = warmup_steps(config.optim, config.steps)  # the same for all
+    optim = dataclasses.replace(config.optim, warmup=float(warmup))
+    shortest = _shares("tokens", config)[0][3]
+    if warmup > hold_end(optim, shortest):
+        raise ConfigError(
+            f"optim.warmup is {warmup} steps, and the rate of a run of {shortest} begins to fall"
+            f" after {hold_end(optim, shortest)}: lower optim.warmup or optim.decay"
+        )
     runs: list[Run] = []
     for name, folder, _, steps in _shares("tokens", config):
         share = dataclasses.replace(config, steps=steps, optim=optim)
@@ -181,6 +186,7 @@ def _begin(place: Path, earlier: Path, config: TrainConfig) -> None:
     """Copy the checkpoint of an earlier run at which its rate had not begun to fall."""
     step = str(hold_end(config.optim, config.steps))
     if not (earlier / CHECKPOINTS / step).exists():  # of a run so short that it fell at once
+        _say(f"{earlier} has no checkpoint {step}: from the beginning")
         return
     partial = place / f"{CHECKPOINTS}.tmp"
     shutil.rmtree(partial, ignore_errors=True)

@@ -23,10 +23,10 @@ from tokenizers import Tokenizer, models
 import decode
 from eagle3.cli import chat, compare, conversation
 from eagle3.cli.answers import Result
-from eagle3.cli.batch import fingerprint
+from eagle3.cli.batch import fingerprint, in_batches
 from eagle3.cli.console import Console
 from eagle3.cli.engine import build
-from eagle3.cli.rows import row_problem
+from eagle3.cli.rows import Row, row_problem
 from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, SamplingConfig, read_config
 from eagle3.decoding import generate
 from eagle3.decoding.costs import Costs
@@ -458,6 +458,15 @@ def test_every_row_is_answered_as_if_alone(run, answer, prompts, out_file):
     assert status == 0
     texts = {line["row"]: line["text"] for line in map(json.loads, out.splitlines())}
     assert texts == {row["row"]: row["text"] for row in (first, second, third)}
+
+
+def test_prompts_of_like_length_are_answered_together():
+    lengths = [5, 90, 7, 40, 6, 95, 41, 8, 92]
+    rows = [Row(i, {}, Request(prompt=[1] * n)) for i, n in enumerate(lengths)]
+    found = [[len(row.request.prompt) for row in batch] for batch in in_batches(rows, 4)]
+    assert sorted(found) == [[5, 6, 7, 8], [40, 41, 90, 92], [95]]
+    assert [batch[0].index for batch in in_batches(rows, 1)] == list(range(9))
+    assert in_batches([], 4) == []
 
 
 def test_an_interrupted_file_goes_on_and_ends_the_same(

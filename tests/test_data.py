@@ -13,6 +13,8 @@ import pytest
 
 from eagle3.config import ConfigError, read_config
 from eagle3.text import ByteTokenizer
+from eagle3.training import jobs
+from eagle3.training.config import EvalConfig, TrainConfig
 from eagle3.training.data import dataset as dataset_module
 from eagle3.training.data import stdlib
 from eagle3.training.data.batches import PADDING, Batches, pack
@@ -572,6 +574,32 @@ def test_a_larger_share_has_the_rows_of_a_smaller_one_by_the_same_numbers(tmp_pa
     assert found[0.25].items() < found[0.5].items() < found[1.0].items()
     with pytest.raises(ConfigError, match=r"data.share is 0.0, it must be above 0"):
         replace(whole, share=0.0)
+
+
+def test_what_is_held_out_is_the_same_for_every_share_of_the_data(tmp_path, corpus):
+    found = []
+    for share in (0.1, 1.0):
+        data = config(tmp_path, corpus[0], share=share)
+        held = EvalConfig(sources=data.sources, batches=3)
+        run = TrainConfig(out=str(tmp_path), target="any", data=data, eval=held)
+        batches, _ = jobs._heldout(run, masker(), print)
+        found.append(np.concatenate([batch.tokens[0] for batch in batches]))
+    assert len(np.unique(found[0], axis=0)) == 6
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_mixture_of_shares_keeps_its_weights(tmp_path):
+    sources = {}
+    for name, size, weight in (("a", 40, 3.0), ("b", 20, 1.0)):
+        path = write(tmp_path / f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(size)])
+        sources[name] = SourceConfig(files=path, weight=weight)
+    cfg = config(tmp_path, sources=sources, packing="pad", batch_size=10, share=0.25)
+    batches = Batches(cfg, load(cfg)[0])
+    found = one_epoch(batches, 100)
+    assert [len({x for x in found if x[0] == name}) for name in "ab"] == [10, 5]
+    assert sum(x[0] == "a" for x in found) == 750
+    rows = np.concatenate([batches.rows_at(step) for step in range(100)])
+    assert sum(np.unique(rows) < 40) == 10 and rows.max() < batches.num_rows == 60
 
 
 def test_fewer_rows_than_a_batch_are_repeated(tmp_path):

@@ -183,8 +183,8 @@ def test_muon_moves_every_weight():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kind", "sgd"), ("lr", 0.0), ("schedule", "step"), ("warmup", 1.5), ("decay", 0.0),
-     ("clip", -1.0), ("b2", 1.0), ("ema", 1.0), ("weight_decay", -0.1)],
+    [("kind", "sgd"), ("lr", 0.0), ("schedule", "step"), ("warmup", 1.5), ("warmup", -1.0),
+     ("decay", 0.0), ("clip", -1.0), ("b2", 1.0), ("ema", 1.0), ("weight_decay", -0.1)],
 )  # fmt: skip
 def test_a_value_that_no_optimiser_can_use_is_an_error_that_names_it(field, value):
     with pytest.raises(ConfigError, match=f"optim.{field} is"):
@@ -197,12 +197,12 @@ def small_state(step: int, size: int = 3) -> TrainState:
 
 
 def test_the_newest_and_every_so_manieth_checkpoint_are_kept(tmp_path):
-    with Checkpoints(tmp_path, keep_last=2, keep_every=[10]) as checkpoints:
-        for step in (5, 10, 12, 14):
+    with Checkpoints(tmp_path, keep_last=2, keep_every=10, keep=[7]) as checkpoints:
+        for step in (5, 7, 10, 12, 14):
             checkpoints.save(small_state(step), CONFIG)
             checkpoints.save(small_state(step), CONFIG)  # there already: nothing to do
     names = {int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()}
-    assert names == {10, 12, 14}
+    assert names == {7, 10, 12, 14}
 
 
 def test_a_checkpoint_of_another_model_is_an_error_that_names_the_parameter(tmp_path):

@@ -49,10 +49,36 @@ def test_runs_of_shares_of_the_steps_begin_as_the_one_before(config, tmp_path):
     assert [run.config.steps for run in runs] == [10, 20, 40, 80]
     assert {run.config.optim.warmup for run in runs} == {1.0}
     assert [run.before for run in runs] == [None, *runs[:-1]]
+    with pytest.raises(ConfigError, match="warmup is 9 steps, and .* of 10 begins to fall after 8"):
+        slow = dataclasses.replace(optim, warmup=9.0)
+        studies.runs_of_tokens(dataclasses.replace(config, optim=slow, steps=80))
     for early, late in pairwise(run.config for run in runs):
         held = hold_end(early.optim, early.steps)
         assert same_rates(early.optim, early.steps, late.optim, late.steps, held)
         assert not same_rates(early.optim, early.steps, late.optim, late.steps, held + 2)
+
+
+def test_a_run_takes_the_checkpoint_over_at_which_the_rate_of_the_one_before_fell(
+    config, tmp_path, monkeypatch, capsys
+):
+    optim = OptimConfig(schedule="wsd", decay=0.25)
+    begun = {}
+
+    def train(config, report):
+        folder, end = Path(config.out) / "checkpoints", hold_end(config.optim, config.steps)
+        begun[config.steps] = {int(path.parent.name) for path in folder.glob("*/params")}
+        for step in (end, config.steps):
+            (folder / str(step) / "params").mkdir(parents=True)
+        (Path(config.out) / "best.json").write_text(json.dumps({"step": 1, "score": 1.0}))
+        return True
+
+    monkeypatch.setattr(studies, "train", train)
+    config = dataclasses.replace(config, optim=optim, steps=64)
+    (tmp_path / "tokens_1_of_4" / "checkpoints.tmp" / "6").mkdir(parents=True)  # was killed there
+    assert studies.study("tokens", config, tmp_path)
+    assert begun == {8: set(), 16: {6}, 32: {12}, 64: {24}}
+    assert not list(tmp_path.glob("*/checkpoints.tmp")) and (tmp_path / "tokens.png").exists()
+    assert "| 1/8 | " in capsys.readouterr().out
 
 
 def test_the_study_of_data_is_a_table_and_a_figure(config, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """Claims about training-time test: what each step is fed, taught, weighted by and counted as."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,14 +179,15 @@ def test_packed_documents_are_trained_as_if_each_had_a_row_of_its_own(
 
 
 def test_the_gradient_is_that_of_the_logits_of_every_step_at_once(draft, teaching):
-    """Steps that are computed again in the backward pass, against one plain expression."""
+    """Steps that are computed again in the backward pass, or not, against one plain expression."""
     graph, params, rest = nnx.split(draft, nnx.Param, ...)
     row = Teaching(*(x[1:2] for x in teaching))
     following = jnp.pad(row.tokens, ((0, 0), (0, 1)))[:, 1:]
 
-    def ours(params):
+    def ours(params, remat=True):
         draft = nnx.merge(graph, params, rest)
-        return sum(s.loss for s in draft_loss(draft, row, STEPS, LOSSES["kl"], True))
+        sums = draft_loss(draft, row, STEPS, LOSSES["kl"], True, remat=remat)
+        return sum(s.loss for s in sums)
 
     def plain(params):
         logits = unroll(nnx.merge(graph, params, rest), row.aux_hidden, following, STEPS)
@@ -195,4 +198,7 @@ def test_the_gradient_is_that_of_the_logits_of_every_step_at_once(draft, teachin
             total += jnp.sum(jnp.where(row.loss_mask[:, 2 + step :], loss, 0.0))
         return total
 
-    assert_close(jax.jit(jax.grad(ours))(params), jax.jit(jax.grad(plain))(params), "float32")
+    expected = jax.jit(jax.grad(plain))(params)
+    for remat in (True, False):
+        found = jax.jit(jax.grad(partial(ours, remat=remat)))(params)
+        assert_close(found, expected, "float32")

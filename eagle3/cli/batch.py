@@ -74,8 +74,10 @@ def in_batches(rows: list[Row], size: int) -> list[list[Row]]:
     """Put rows with prompts of like lengths together: the longest is what a batch costs to read.
 
     Batches come in a random order, the same in every run: what an interrupted one leaves behind is
-    of all lengths.
+    of all lengths. One at a time, rows keep their order.
     """
+    if size == 1:
+        return [[row] for row in rows]
     rows = sorted(rows, key=lambda row: len(row.request.prompt))
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
     return [batches[i] for i in np.random.default_rng(0).permutation(len(batches))]

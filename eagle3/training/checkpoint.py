@@ -24,16 +24,25 @@ from gdn.sharding import active_mesh
 class Checkpoints:
     """The checkpoints of one run, `DIRECTORY/STEP/`; use it as a context, so that saves finish."""
 
-    def __init__(self, directory: str | Path, keep_last: int, keep_every: Sequence[int] = ()):
+    def __init__(
+        self,
+        directory: str | Path,
+        keep_last: int,
+        keep_every: int | None = None,
+        keep: Sequence[int] = (),
+    ):
         """Open the directory, made if need be; what a killed process left half-written is removed.
 
         Args:
           keep_last: newest checkpoints that stay.
-          keep_every: those whose step is a multiple of one of these stay for good.
+          keep_every: those whose step is a multiple of it stay for good; None: no others.
+          keep: steps whose checkpoints stay too.
         """
         policies: Any = ocp.training.preservation_policies
         decisions: Any = ocp.training.save_decision_policies
-        kept: list[Any] = [policies.LatestN(keep_last), *map(policies.EveryNSteps, keep_every)]
+        kept: list[Any] = [policies.LatestN(keep_last), policies.CustomSteps(list(keep))]
+        if keep_every:
+            kept.append(policies.EveryNSteps(keep_every))
         self.directory = Path(directory).absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._checkpointer = ocp.training.Checkpointer(

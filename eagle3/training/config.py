@@ -11,7 +11,7 @@ from eagle3.draft_config import DraftConfig
 from eagle3.draft_hf_config import LAYOUTS
 from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.losses import LOSSES
-from eagle3.training.optim import OptimConfig
+from eagle3.training.optim import OptimConfig, warmup_steps
 from gdn import TargetConfig
 from gdn.packing import DTYPES
 
@@ -150,7 +150,9 @@ class EvalConfig:
 class SaveConfig:
     """Checkpoints, which a run goes on from."""
 
-    every: int = 200  # steps; the last step and an interrupted one are saved as well
+    # Steps; the last one, an interrupted one, and that after which the rate of wsd begins to fall
+    # are saved as well. This last one stays.
+    every: int = 200
     keep_last: int = 2
     keep_every: int = 0  # those whose step is a multiple of it stay for good; 0: none
 
@@ -231,6 +233,10 @@ class TrainConfig:
             raise ConfigError("out is empty: give the directory of the run, such as runs/draft")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype is {self.dtype!r}, it must be float32 or bfloat16")
+        if warmup_steps(self.optim, self.steps) > self.steps:
+            raise ConfigError(
+                f"optim.warmup is {self.optim.warmup:g} steps, of {self.steps} in all: lower it"
+            )
         self.mesh.check_rows("data.batch_size", self.data.batch_size)
         if self.mesh.size > 1 and self.eval.tree.kind == "auto":
             raise ConfigError(

@@ -6,8 +6,9 @@ is there from one that never was, that a killed process left half-written or tha
 damaged, and also from a mixture of two processes that wrote it at once.
 
 What a run has once been given for a row it is given ever after, as long as no other writes the same
-rows: a resumed run sees the bits of one that was not interrupted, even where what the target says
-about a row depends, in the last bits, on the rows beside it.
+rows, even where what the target says about a row depends, in the last bits, on the rows beside it:
+a resumed run sees the bits of one that was not interrupted. Only rows that a kill kept from being
+written may be read beside others the second time.
 """
 
 import contextlib
@@ -43,6 +44,8 @@ class FeatureCache:
         width: int,
         dtype: Any,
         limit_gb: float,
+        share: float = 1.0,
+        in_parts: bool = True,
         report: Callable[[str], Any] = print,
     ):
         """Open the file, made if need be. Nothing stays open between two calls.
@@ -54,6 +57,8 @@ class FeatureCache:
           num_rows: `Batches.num_rows`, whose numbers `Batches.rows_at` gives.
           dtype: of the streams, as the target gives them.
           limit_gb: most that all rows together may take, in 10^9 bytes.
+          share: of the rows that will be asked for.
+          in_parts: the target may read a part of a batch; if not, as on a mesh, it reads it whole.
           report: takes a line if there is no more room; training goes on.
 
         Raises:
@@ -68,7 +73,7 @@ class FeatureCache:
                 ("crc32", np.uint32),  # last: what is written is written in order
             ]
         )
-        needed = num_rows * self._record.itemsize
+        needed = int(num_rows * share) * self._record.itemsize
         if needed > limit_gb * 1e9:
             raise ConfigError(
                 f"data.feature_cache needs {math.ceil(needed / 1e7) / 100:,} GB for"
@@ -86,6 +91,7 @@ class FeatureCache:
                 f"data.feature_cache {directory} cannot be written: {error}"
             ) from error
         self._num_rows, self._report, self._is_writing = num_rows, report, True
+        self._in_parts = in_parts
 
     def features(
         self,
@@ -96,8 +102,8 @@ class FeatureCache:
 
         Args:
           compute: runs the target on the rows at these places of the batch, counted through, and
-            returns [C, D, T, ...]; called unless all rows are there. D is a power of two or B, so
-            that there are few shapes to compile for.
+            returns [C, D, T, ...]; called unless all rows are there. C is a power of two or A, D
+            one or B, so that there are few shapes to compile for.
         """
         rows, first, places = np.unique(row_ids, return_index=True, return_inverse=True)
         if rows[0] < 0 or rows[-1] >= self._num_rows:
@@ -105,7 +111,9 @@ class FeatureCache:
         records, is_there = self._read(rows)
         if not is_there.all():
             missing = np.flatnonzero(~is_there)
-            wanted = _pieces(first[missing], row_ids.shape)
+            wanted = np.arange(row_ids.size).reshape(row_ids.shape)
+            if self._in_parts:
+                wanted = _pieces(first[missing], wanted)
             computed = compute(wanted)
             is_whole = len(missing) == len(rows) and wanted.shape == row_ids.shape
             if is_whole and not self._is_writing:
@@ -164,15 +172,16 @@ class FeatureCache:
             )
 
 
-def _pieces(places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Put places of a batch [A, B] into pieces of no more than B, the last ones repeated to fill.
+def _pieces(places: np.ndarray, whole: Int[np.ndarray, "A B"]) -> Int[np.ndarray, "C D"]:
+    """Put some places of a batch into pieces of no more than B, some twice to fill the last one.
 
-    If that would be as many as there are, it is the batch itself, in order.
+    Args:
+      whole: all places, which are returned if the pieces would be as many.
     """
-    size = min(shape[1], 1 << (len(places) - 1).bit_length())
-    count = -(-len(places) // size)
-    if count * size >= math.prod(shape):
-        return np.arange(math.prod(shape)).reshape(shape)
+    size = min(whole.shape[1], 1 << (len(places) - 1).bit_length())
+    count = 1 << (-(-len(places) // size) - 1).bit_length()
+    if count * size >= whole.size:
+        return whole
     return np.resize(places, count * size).reshape(count, size)
 
 

@@ -38,6 +38,7 @@ from eagle3.training.regenerate import regenerate
 from eagle3.training.step import DraftTask, TargetTask, TrainState, cast
 from eagle3.vocab import count_tokens, draft_vocabulary
 from gdn import HybridLM, TargetConfig, load_pretrained, save_pretrained
+from gdn.sharding import active_mesh
 
 Report = Callable[[str], Any]
 PROMPTS = "prompts.jsonl"  # held-out beginnings that choosing the best draft did not look at
@@ -242,7 +243,8 @@ def _feature_cache(
     parts = [identity, cfg.aux_layers, data.packing, jax.default_backend()]
     return FeatureCache(
         data.feature_cache, digest(parts), num_rows=rows, length=data.length, num_aux=cfg.num_aux,
-        width=cfg.target_hidden_size, dtype=dtype, limit_gb=data.feature_cache_gb, report=report,
+        width=cfg.target_hidden_size, dtype=dtype, limit_gb=data.feature_cache_gb,
+        share=data.share, in_parts=active_mesh() is None, report=report,
     )  # fmt: skip
 
 
@@ -260,7 +262,7 @@ def _heldout(
     if not sources:
         report("no eval.sources: nothing is measured on held-out text, the last weights are kept")
         return [], {}
-    held = dataclasses.replace(config.data, sources=sources)
+    held = dataclasses.replace(config.data, sources=sources, share=1.0)
     datasets = _open(held, masker, report)
     batches = Batches(held, datasets)
     count = config.data.batch_size

@@ -46,7 +46,7 @@ class OptimConfig:
             ),
             (
                 "warmup",
-                0 <= self.warmup < 1 or self.warmup % 1 == 0 and self.warmup < math.inf,
+                0 <= self.warmup < 1 or 1 <= self.warmup < math.inf and self.warmup % 1 == 0,
                 "in 0..1, a share of all steps, or a whole number of them",
             ),
             ("decay", 0 < self.decay <= 1, "above 0 and at most 1, a share of all steps"),
@@ -62,7 +62,7 @@ class OptimConfig:
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
     """Return the learning rate of each of `steps` steps."""
-    warmup = round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
+    warmup = warmup_steps(config, steps)
     rest = max(1, steps - warmup)
     held = max(0, hold_end(config, steps) - warmup)
     after = {
@@ -74,6 +74,11 @@ def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
     # The first step already moves: a rate of 0 would waste it.
     start = optax.linear_schedule(config.lr / (warmup + 1), config.lr, max(1, warmup))
     return optax.join_schedules([start, after], [warmup])
+
+
+def warmup_steps(config: OptimConfig, steps: int) -> int:
+    """Return after how many steps the rate is at its peak."""
+    return round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
 
 
 def hold_end(config: OptimConfig, steps: int) -> int:

@@ -49,7 +49,8 @@ class Prompts:
             self._room = min(self._room, config.data.length)
 
     def first(self, report: Report) -> list[Fields]:
-        """Return the rows of pass 1, as many as make the configured number of answers in the end.
+        """Return the rows of pass 1: in the end they make the configured number of answers, less
+        those that would be given twice.
 
         Raises:
           ConfigError: a source has no rows, or most of them cannot be used.

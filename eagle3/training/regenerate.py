@@ -56,8 +56,9 @@ def regenerate(config: TrainConfig, masker: Masker, report: Report = print) -> D
     rows, state = folder / "rows.jsonl", _State.read(folder)
     if state.fingerprint not in ("", fingerprint):
         raise ConfigError(
-            f"{folder} was made with other settings of regenerate or data, or for another target:"
-            " set these back to go on, choose another out, or delete it"
+            f"{folder} was made with other settings of regenerate or data, for another target or"
+            " by another version of this package: set these back to go on, choose another out, or"
+            " delete it"
         )
     tokenizer = masker.tokenizer.fingerprint[:12]
     if state.tokenizer == tokenizer and state.sha256 == _sha256(rows):

@@ -51,8 +51,7 @@ class RunLog:
         self._metrics, self._report = metrics, report
         self._first, self._total, self._every = first, total, every
         self._scalars, self._flops, self._peak = scalars, flops, peak
-        # All at once: later, a number from the device would come after the step that runs there.
-        self._rates = np.asarray(jax.vmap(rate)(np.arange(total)))
+        self._rate, self._rates, self._rates_from = rate, np.zeros(0), 0
         self._pending: tuple[int, StepMetrics, int] | None = None
         self._sums: Any = None
         self._losses: list[float] = []
@@ -108,7 +107,7 @@ class RunLog:
         values |= {
             "train/loss": loss,
             "train/gradient_norm": gradient_norm,
-            "train/learning_rate": float(self._rates[step - 1]),
+            "train/learning_rate": self._rate_of(step - 1),
         }
         left = ""
         if self._tokens:
@@ -125,6 +124,13 @@ class RunLog:
         else:
             self._report(f"step {step}/{self._total}: loss {loss:.3f}{left}")
         self._sums, self._losses, self._tokens, self._since = None, [], 0, now
+
+    def _rate_of(self, step: int) -> float:
+        """Return a learning rate; many are made at once, as each waits for the step that runs."""
+        if not 0 <= step - self._rates_from < len(self._rates):
+            self._rates_from = step
+            self._rates = np.asarray(jax.vmap(self._rate)(step + np.arange(10_000)))
+        return float(self._rates[step - self._rates_from])
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

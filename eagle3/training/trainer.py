@@ -61,9 +61,9 @@ def train(config: TrainConfig, report: Report = print) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack, ending_together():
         stack.enter_context(on_mesh(config.mesh))
-        keep = [config.save.keep_every, _held(config)]
+        save = config.save
         checkpoints = stack.enter_context(
-            Checkpoints(out / CHECKPOINTS, config.save.keep_last, [n for n in keep if n])
+            Checkpoints(out / CHECKPOINTS, save.keep_last, save.keep_every or None, [_held(config)])
         )
         job = build_job(config, report)
         recorded = _recorded(config, job)
@@ -82,7 +82,7 @@ def train(config: TrainConfig, report: Report = print) -> bool:
             metrics.text(0, "config", to_yaml(config))
         # Before this, signals end the run at once: what was prepared is in caches.
         interrupt = stack.enter_context(Interrupt(SIGNALS))
-        best = _Best(out, job, digest(dataclasses.asdict(config.eval)), is_new)
+        best = _Best(out, job, digest(dataclasses.asdict(config.eval)), is_new, int(state.step))
         run = _Run(config, job, checkpoints, metrics, best, recorded, interrupt, report)
         return run.steps(state, is_new)
 
@@ -116,18 +116,26 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
     assert step is not None
     free = _PLAN if _is_one_plan(found["config"], now["config"], step) else ()
     before, now = _flat(found), _flat(now)
+    # A field that is younger than the checkpoint had its default then; a source had none.
+    values = {"config": dataclasses.asdict(TrainConfig(out="any", target="another"))}
+    defaults = _flat(json.loads(json.dumps(values)))
+    before = {name: defaults[name] for name in now.keys() & defaults.keys()} | before
     wrong = [
         f"{name.removeprefix('config.')} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        # A field that is younger than the checkpoint had its default then; a source had none.
-        if (name in before or name.startswith(("identity.", "config.data.sources.")))
-        and name not in free
-        and before.get(name) != now.get(name)
+        if name not in free and before.get(name) != now.get(name)
     ]
     if wrong:
+        hint = ""
+        if all(f"config.{text.split()[0]}" in _PLAN for text in wrong):
+            hint = (
+                f". The {step} steps that were taken would have had other learning rates: give"
+                " optim.warmup as a number of steps, or remove the folders of checkpoints from"
+                " after the rate began to fall"
+            )
         raise ValueError(
             f"{checkpoints.directory} was made with another configuration: {'; '.join(wrong)}."
-            " Set these back to go on, or choose another out to start anew"
+            f" Set these back to go on, or choose another out to start anew{hint}"
         )
 
 
@@ -152,10 +160,11 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 class _Best:
     """The best weights so far, exported; survives a restart."""
 
-    def __init__(self, out: Path, job: Job, measure: str, is_new: bool):
+    def __init__(self, out: Path, job: Job, measure: str, is_new: bool, step: int):
         """Go on from the files of an earlier start.
 
         Args:
+          step: that the run goes on from; later ones, if there were any, will be made anew.
           measure: digest of how scores are made; those of another one cannot be compared.
         """
         self._out, self._job, self._measure = out, job, measure
@@ -167,7 +176,7 @@ class _Best:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             if found.get("measure") == measure:
                 self._step, self.score = found["step"], found["score"]
-                self.evaluated = found["evaluated"]
+                self.evaluated = found["evaluated"] if found["evaluated"] <= step else -1
 
     @property
     def is_exported(self) -> bool:

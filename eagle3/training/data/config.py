@@ -69,7 +69,9 @@ class DataConfig:
     # documents a row. pad: one document a row.
     packing: str = "window"
     truncate: bool = False  # pack and pad: cut what is longer than a row, instead of dropping it
-    share: float = 1.0  # of each source's rows of batches: only these, drawn at random, are used
+    # Of each source's rows of batches: so many, drawn at random, are trained on. Vocabularies and
+    # regenerate see all.
+    share: float = 1.0
     seed: int = 0  # of the order, and of what is drawn
     cache: str = "runs/cache"  # directory for tokenised sources
     feature_cache: str = ""  # directory for what the target says about them; empty: runs each time
