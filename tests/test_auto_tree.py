@@ -381,12 +381,12 @@ def test_sizes_that_cannot_pay_and_sizes_that_a_larger_one_replaces_are_not_offe
 class Measured:
     """Stands for measuring; counts how often it was asked."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self, costs=USUAL):
+        self.asked, self.costs = [], costs
 
     def __call__(self, target, drafter, rows, slots):
         self.asked.append((rows, slots))
-        return USUAL
+        return self.costs
 
 
 def test_costs_are_measured_once_per_range_of_rows_and_tokens(hybrid, fitted_for, tmp_path):
@@ -401,6 +401,29 @@ def test_costs_are_measured_once_per_range_of_rows_and_tokens(hybrid, fitted_for
     for _ in range(2):
         again.costs(hybrid, draft, 1, 1)
     assert len(measure.asked) == 4
+
+
+def test_a_text_that_outgrows_its_caches_does_not_wait_for_measurements(
+    hybrid, fitted_for, tmp_path
+):
+    measure = Measured()
+    book = CostBook(measure, folder=tmp_path)
+    drafter = AutoDrafter(fitted_for(hybrid), PLAN, book=book)
+    session = open_session(hybrid, drafter)
+    session.start(greedy_requests(3))
+    first, rows = session._active, len(PROMPTS)
+    session._refit(4096)
+    assert session._active is first and measure.asked == [(8, 1024)]
+    book.measured(hybrid, drafter, rows, 4096)
+    session._refit(4096)  # known by now
+    assert isinstance(session._active, AutoDrafter) and session._active is not first
+    recalibrating = CostBook(measure, recalibrate=True, folder=tmp_path)
+    assert recalibrating.known(hybrid, drafter, rows, 4096) is None
+    assert len(measure.asked) == 2
+    dear = Measured(LINEAR)
+    CostBook(dear, recalibrate=True, folder=tmp_path).measured(hybrid, drafter, rows, 16384)
+    session._refit(16384)
+    assert isinstance(session._active, NoDraft)
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,15 @@ def test_caches_double_and_the_draft_is_left_behind_without_a_trace(caplog):
     assert_close(np.array(answer.logprobs), np.array(plain.logprobs))
 
 
+def test_capacities_are_few_and_end_with_the_positions_of_the_target(hybrid):
+    session = open_session(hybrid, None, min_capacity=16, growth=4)
+    most = hybrid.cfg.max_position_embeddings
+    assert [session._bucket(n) for n in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, 256]
+    assert session._bucket(most) == 1 << (most - 1).bit_length()
+    with pytest.raises(ValueError, match="growth is 1"):
+        open_session(hybrid, None, growth=1)
+
+
 def test_a_draft_stays_while_no_row_outgrows_it_however_long_another_goes_on(hybrid):
     drafter = eagle3(random_draft(hybrid, max_position_embeddings=20), chain_plan(4))
     session = open_session(hybrid, drafter, stream_every=8, min_capacity=16)

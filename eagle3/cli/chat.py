@@ -19,7 +19,7 @@ def run_chat(engine: Engine, options: Options) -> bool:
     come from a terminal is taken line by line, one message each.
     """
     template = engine.chat_template()
-    session = engine.session(engine.drafter)
+    session = engine.session(engine.drafter, is_long=True)
     console = None if options.json else Console(options.show_acceptance, options.color)
     conversation = Conversation(engine, session, template)
     note(HELP)

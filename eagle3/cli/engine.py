@@ -36,14 +36,22 @@ class Engine(NamedTuple):
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
 
-    def session(self, drafter: Drafter | None) -> Session:
-        """Make a session; `drafter` is this engine's, or None."""
+    def session(self, drafter: Drafter | None, *, is_long: bool = False) -> Session:
+        """Make a session.
+
+        Args:
+          drafter: this engine's, or None.
+          is_long: it is for one text that may become long: room is made in fewer steps, as each is
+            a stop to compile.
+        """
         config = self.config
+        room = {"min_capacity": 1024, "growth": 4} if is_long else {}
         return Session(
             self.target,
             drafter,
             stream_every=config.stream_every,
             prefill_chunk=config.prefill_chunk,
+            **room,
         )
 
     def request(self, ids: Sequence[int], **changes: int) -> Request:

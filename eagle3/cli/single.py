@@ -11,7 +11,7 @@ from eagle3.decoding.session import Session
 
 def run_single(engine: Engine, options: Options) -> bool:
     """Continue the prompt on the terminal, or as one JSON object; returns False if interrupted."""
-    result = continue_prompt(engine, options, engine.session(engine.drafter))
+    result = continue_prompt(engine, options, engine.session(engine.drafter, is_long=True))
     return result.answer.finish_reason != "cancelled"
 
 

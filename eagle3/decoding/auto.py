@@ -145,10 +145,18 @@ class AutoDrafter(nnx.Module):
         """List what differs between the target and the one the draft was made for."""
         return self.inner.problems_with(target)
 
-    def fitted(self, target: HybridLM, batch: int, capacity: int) -> Drafter:
-        """Return the drafter that knows what rounds of such a batch cost, or none if none pays."""
+    def fitted(
+        self, target: HybridLM, batch: int, capacity: int, stand_in: Drafter | None = None
+    ) -> Drafter:
+        """Return the drafter that knows what rounds of such a batch cost, or none if none pays.
+
+        Args:
+          stand_in: returned instead, if it would have to be measured.
+        """
         if self.book is None:
             return self
+        if stand_in is not None and self.book.known(target, self, batch, capacity) is None:
+            return stand_in
         costs = self.book.costs(target, self, batch, capacity)
         if len(costs.rounds) == 1:
             return NoDraft()

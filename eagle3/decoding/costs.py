@@ -94,23 +94,39 @@ class CostBook:
 
         Figures hold for a range: rows up to the next power of two, tokens up to the next of four.
         """
-        rows = 1 << (batch - 1).bit_length()
-        slots = 1024
-        while slots < capacity:
-            slots *= 4
-        if (rows, slots) not in self._known:
+        found = self.known(target, drafter, batch, capacity)
+        if found is None:
+            rows, slots = range_ = _range(batch, capacity)
+            log.warning(
+                "measuring what rounds cost here (%d rows, %d tokens); this is done once, and takes"
+                " up to a minute for a deep target",
+                rows, slots,
+            )  # fmt: skip
+            found = self._known[range_] = self._measure(target, drafter, rows, slots)
             mark = fingerprint(target, drafter, rows, slots)
-            path = self._folder / f"{digest(mark)}.json"
-            found = None if self._recalibrate else read_costs(path, mark)
-            if found is None:
-                log.warning(
-                    "measuring what rounds cost here (%d rows, %d tokens); this is done once",
-                    rows, slots,
-                )  # fmt: skip
-                found = self._measure(target, drafter, rows, slots)
-                _write(path, mark, found)
-            self._known[rows, slots] = found
-        return self._known[rows, slots]
+            _write(self._path(mark), mark, found)
+        return found
+
+    def known(self, target: HybridLM, drafter: Any, batch: int, capacity: int) -> Costs | None:
+        """Return what `measured` would, if it need not be measured; None if it has to."""
+        rows, slots = range_ = _range(batch, capacity)
+        if range_ not in self._known and not self._recalibrate:
+            mark = fingerprint(target, drafter, rows, slots)
+            found = read_costs(self._path(mark), mark)
+            if found is not None:
+                self._known[range_] = found
+        return self._known.get(range_)
+
+    def _path(self, mark: dict[str, Any]) -> Path:
+        return self._folder / f"{digest(mark)}.json"
+
+
+def _range(batch: int, capacity: int) -> tuple[int, int]:
+    """Return the most rows and tokens that the figures of such a batch hold for."""
+    slots = 1024
+    while slots < capacity:
+        slots *= 4
+    return 1 << (batch - 1).bit_length(), slots
 
 
 def fingerprint(target: HybridLM, drafter: Any, rows: int, slots: int) -> dict[str, Any]:

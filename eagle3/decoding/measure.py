@@ -1,12 +1,14 @@
 """Measures what the parts of a round cost, with the very functions that a round is made of.
 
 Each part runs in a device loop of its own, all in turn, several times; the shortest counts, as what
-else a machine does only ever adds. Beside compilation it takes a second or two, more only where
-single rounds take long.
+else a machine does only ever adds. That takes a second or two, more only where single rounds take
+long; most of the time is compilation, of as many programs at once as there are processors.
 """
 
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,9 @@ _SECONDS, _REPEATS = 0.03, 9  # of one sample of one part, and samples
 _FIRST = 3  # of them decide whether a larger size is looked at
 
 
+_Step = Callable[[HybridLM, AutoDrafter, DecodeState], DecodeState]
+
+
 class _Part(NamedTuple):
     """Something to time: `run` repeats it so many times and waits."""
 
@@ -36,22 +41,24 @@ class _Part(NamedTuple):
 def measure_costs(target: HybridLM, drafter: AutoDrafter, batch: int, capacity: int) -> Costs:
     """Measure rounds of `batch` rows in caches half full.
 
-    Sizes are tried in ascending order, up to the first that costs as much as the most tokens it
+    Sizes are timed in ascending order, up to the first that costs as much as the most tokens it
     can bring cost plainly: from there on none can pay.
     """
     bench = _Bench(target, drafter, batch, capacity)
+    steps: dict[Any, _Step] = {nodes: bench.round_of(nodes) for nodes in drafter.sizes}
+    steps |= {"absorb": bench.absorb, ("level", 1): bench.level(1), ("level", 2): bench.level(2)}
+    programs = bench.compiled(steps)
     parts: dict[Any, _Part] = {}
     plain = None
     for nodes in drafter.sizes:
-        parts[nodes] = bench.part(bench.round_of(nodes))
+        parts[nodes] = bench.part(programs[nodes])
         seconds = min(_sample(parts[nodes]) for _ in range(_FIRST))
         plain = plain or seconds
         if seconds >= (drafter.depth + 1) * plain:
             break
     sizes = list(parts)
-    parts["absorb"] = bench.part(bench.absorb)
-    for width in (1, 2):
-        parts["level", width] = bench.part(bench.level(width))
+    for name in steps.keys() - set(drafter.sizes):
+        parts[name] = bench.part(programs[name])
     samples: dict[Any, list[float]] = {name: [] for name in parts}
     for _ in range(_REPEATS):
         for name, part in parts.items():
@@ -106,8 +113,14 @@ class _Bench:
             emitted=rows_of(0),
         )
 
-    def part(self, step: Callable[[HybridLM, AutoDrafter, DecodeState], DecodeState]) -> _Part:
-        """Compile the repetition of `step`, and see how many make a sample."""
+    def compiled(self, steps: dict[Any, _Step]) -> dict[Any, Callable[..., DecodeState]]:
+        """Compile the repetition of each step, several at a time: XLA uses one thread for each."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            # Traced here: which mesh there is, and what else JAX is set to, is this thread's.
+            jobs = {name: pool.submit(self._loop(step).compile) for name, step in steps.items()}
+        return {name: job.result() for name, job in jobs.items()}
+
+    def _loop(self, step: _Step) -> jax.stages.Lowered:
         graph, vocab = self.graph, self.vocab
 
         def loop(params, state, count):
@@ -119,16 +132,19 @@ class _Bench:
 
             return jax.lax.fori_loop(0, count, turn, state)
 
-        compiled = jax.jit(loop, donate_argnums=1)
+        return jax.jit(loop, donate_argnums=1).lower(self.params, self.state, np.int32(1))
+
+    def part(self, program: Callable[..., DecodeState]) -> _Part:
+        """Return a program that repeats something as a part, and see how many make a sample."""
 
         def run(count: int) -> None:
-            self.state = jax.block_until_ready(compiled(self.params, self.state, count))
+            self.state = jax.block_until_ready(program(self.params, self.state, np.int32(count)))
 
         run(1)
         once = _sample(_Part(run, 1))
         return _Part(run, max(1, min(1000, int(_SECONDS / once))))
 
-    def round_of(self, nodes: int):
+    def round_of(self, nodes: int) -> _Step:
         """Return a round that verifies so many nodes: a chain as deep as may be, then leaves."""
 
         def step(target: HybridLM, drafter: AutoDrafter, state: DecodeState) -> DecodeState:
@@ -152,7 +168,7 @@ class _Bench:
         draft, pending = read(drafter.inner, auto.draft, pending, FEW)
         return state._replace(draft=auto._replace(draft=draft, pending=pending))
 
-    def level(self, width: int):
+    def level(self, width: int) -> _Step:
         """Return a draft pass of one node (1) or of the whole frontier (2)."""
 
         def step(target: HybridLM, drafter: AutoDrafter, state: DecodeState) -> DecodeState:

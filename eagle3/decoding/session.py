@@ -50,6 +50,7 @@ class Session:
         visit_seconds: float = 0.1,
         prefill_chunk: int = 512,
         min_capacity: int = 256,
+        growth: int = 2,
     ):
         """Prepare; nothing is computed yet.
 
@@ -59,7 +60,9 @@ class Session:
           visit_seconds: from one to the next, if that many rounds do not come before. A visit
             costs some milliseconds, as much as a few rounds of a small model.
           prefill_chunk: tokens of the prompt a pass; bounds memory, changes nothing else.
-          min_capacity: tokens that the first caches hold; later ones double.
+          min_capacity: tokens that the first caches hold.
+          growth: how many times as many the next ones hold. New caches need new programs, which
+            take seconds to compile: a conversation that grows is better off with few steps.
 
         Raises:
           ValueError: an option is out of range, or the drafter was made for another target.
@@ -71,12 +74,14 @@ class Session:
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
+        if growth < 2:
+            raise ValueError(f"growth is {growth}, it must be at least 2")
         if not visit_seconds >= 0:
             raise ValueError(f"visit_seconds is {visit_seconds}, it must be 0 or more")
         self.cfg, self._target = target.cfg, target
         self._dtype = target.embed_tokens[...].dtype
         self._stream_every, self._prefill_chunk = stream_every, prefill_chunk
-        self._min_capacity = min_capacity
+        self._min_capacity, self._growth = min_capacity, growth
         self._visit_seconds = visit_seconds
         self._rounds = min(_FIRST, stream_every)  # until the next visit
         self._drafter: Drafter = NoDraft() if drafter is None else drafter
@@ -161,7 +166,10 @@ class Session:
             )
             return sum(len(held) - 1 for held in self._held)
         capacity = self._bucket(max(map(len, prompts)))
-        self._use(self._fitted(batch, capacity))
+        drafter = self._drafter
+        if isinstance(drafter, AdaptiveDrafter):
+            drafter = drafter.fitted(self._target, batch, capacity)
+        self._use(drafter)
         active = self._active
         draft = create(lambda: active.init_state(batch, capacity))
         if state is not None and isinstance(self._active, AdaptiveDrafter):
@@ -175,13 +183,6 @@ class Session:
         self._held = [prompt[:1] for prompt in prompts]
         return 0
 
-    def _fitted(self, batch: int, capacity: int) -> Drafter:
-        """Return the drafter for caches of this size; one that adapts may measure first."""
-        drafter = self._drafter
-        if isinstance(drafter, AdaptiveDrafter):
-            return drafter.fitted(self._target, batch, capacity)
-        return drafter
-
     def _continues(self, prompts: list[list[int]]) -> bool:
         """Tell whether every prompt begins with what its row holds.
 
@@ -191,7 +192,12 @@ class Session:
         return all(prompt[: len(held)] == held for prompt, held in pairs)
 
     def _bucket(self, tokens: int) -> int:
-        return max(self._min_capacity, 1 << (tokens - 1).bit_length())
+        """Return a capacity for so many tokens: of few, as each is compiled for."""
+        capacity = self._min_capacity
+        while capacity < tokens:
+            capacity *= self._growth
+        most = 1 << (self.cfg.max_position_embeddings - 1).bit_length()
+        return max(tokens, min(capacity, most))
 
     def _read(self, prompts: list[list[int]]) -> None:
         """Prefill all that is not held, but for each prompt's last token: the first root."""
@@ -233,17 +239,26 @@ class Session:
         """Grow the caches to hold `needed` tokens a row."""
         if needed > self._capacity:
             capacity = self._bucket(needed)
-            if isinstance(self._active, AdaptiveDrafter):
-                fitted = self._fitted(len(self._held), capacity)
-                if isinstance(fitted, AdaptiveDrafter):
-                    self._use(fitted)
-                else:
-                    self._drop_draft()
+            self._refit(capacity)
             state = self._take_state()
             cache = _grow_target(state.cache, capacity)
             draft = self._active.grow_state(state.draft, capacity)
             self._capacity = capacity
             self._state = state._replace(cache=cache, draft=draft)
+
+    def _refit(self, capacity: int) -> None:
+        """Let a drafter that adapts go by the costs in caches of this size, if they are known.
+
+        In the middle of a text nobody wants to wait for measurements. Those of smaller caches are
+        near enough: of larger ones only what is filled is read.
+        """
+        drafter, active = self._drafter, self._active
+        if isinstance(active, AdaptiveDrafter) and isinstance(drafter, AdaptiveDrafter):
+            fitted = drafter.fitted(self._target, len(self._held), capacity, active)
+            if isinstance(fitted, AdaptiveDrafter):
+                self._use(fitted)
+            else:
+                self._drop_draft()
 
     def _drop_draft(self) -> None:
         """Go on without the draft until caches are made anew."""

@@ -74,10 +74,13 @@ class Scored(NamedTuple):
 class AdaptiveDrafter(Drafter, Protocol):
     """A drafter that runs its rounds itself, as what is verified depends on what it would cost."""
 
-    def fitted(self, target: HybridLM, batch: int, capacity: int) -> Drafter:
+    def fitted(
+        self, target: HybridLM, batch: int, capacity: int, stand_in: Drafter | None = None
+    ) -> Drafter:
         """Return the drafter for rounds of so many rows, in caches of so many slots.
 
-        Between two of them, states can be exchanged; one that is not adaptive has none.
+        Between two of them, states can be exchanged; one that is not adaptive has none. If that
+        takes long to find out, `stand_in` is returned where there is one.
         """
         ...
 
