@@ -31,8 +31,14 @@ from gdn.weights import CONFIG
 
 _UNITS = {"": 1, "B": 1} | {f"{x}iB": 1 << 10 * i for i, x in enumerate("KMGT", 1)}
 _UNITS |= {f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}
-# Fewer optimisations of machine code that never runs; what is planned stays.
-_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_OPTIONS = {
+    # Fewer optimisations of machine code that never runs; what is planned stays.
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    # By default XLA for a CPU lets as much run at once as it can, and gathers the sharded weights
+    # of all layers first. Accelerators keep few at a time.
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+}
 
 
 class Program(NamedTuple):

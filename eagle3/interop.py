@@ -6,7 +6,6 @@ in those that are missing, which costs acceptance and raises nothing; here both 
 come at once. `d2t` holds differences: the target id of draft id i is i + d2t[i].
 """
 
-import contextlib
 import dataclasses
 import logging
 import re
@@ -71,22 +70,21 @@ def load_draft(directory: str | Path, target: HybridLM, dtype=None) -> Eagle3Dra
     directory = Path(directory)
     values, problems = read_fields(read_json(directory / CONFIG))
     _refuse_pickle(directory)
-    with contextlib.ExitStack() as stack:
-        tensors = _match(open_tensors(directory, stack), problems)
-        shares_head = values.get("draft_vocab_size") is None and "lm_head" not in tensors
-        notes = _settle(values, tensors, target.cfg)
-        cfg = _build(values, problems, str(directory))
-        problems += cfg.problems_with(target.cfg)
-        dtype = dtype or target.embed_tokens[...].dtype
-        abstract = nnx.eval_shape(lambda: _blank(cfg, dtype))
-        problems += _tensor_problems(cfg, _shapes(abstract), tensors, shares_head, notes)
-        target_ids = _target_ids(cfg, tensors, problems)
-        raise_problems(str(directory), problems)
-        arrays = {
-            path: jnp.asarray(tensor.read(), dtype)
-            for path, tensor in tensors.items()
-            if path not in ("d2t", "t2d")
-        }
+    tensors = _match(open_tensors(directory), problems)
+    shares_head = values.get("draft_vocab_size") is None and "lm_head" not in tensors
+    notes = _settle(values, tensors, target.cfg)
+    cfg = _build(values, problems, str(directory))
+    problems += cfg.problems_with(target.cfg)
+    dtype = dtype or target.embed_tokens[...].dtype
+    abstract = nnx.eval_shape(lambda: _blank(cfg, dtype))
+    problems += _tensor_problems(cfg, _shapes(abstract), tensors, shares_head, notes)
+    target_ids = _target_ids(cfg, tensors, problems)
+    raise_problems(str(directory), problems)
+    arrays = {
+        path: jnp.asarray(tensor.read(), dtype)
+        for path, tensor in tensors.items()
+        if path not in ("d2t", "t2d")
+    }
     return _fill(abstract, arrays, target_ids, target, dtype)
 
 

@@ -15,7 +15,7 @@ from gdn.ops import native
 from gdn.ops.packed import NativeNorm, PackedWeight
 from gdn.ops.quantized import QuantizedWeight, quantized_matmul
 from gdn.ops.skinny import SKINNY_ROWS
-from gdn.sharding import TENSOR, constrain
+from gdn.sharding import DATA, FSDP, ROWS, TENSOR, active_mesh, constrain, row_shards
 
 Weight = Float[Array, "O I"] | PackedWeight | QuantizedWeight
 
@@ -155,12 +155,26 @@ def embed(
 ) -> Float[Array, "*batch D"]:
     """Look up rows.
 
-    Inside a device loop XLA would widen a whole bfloat16 table to float32 first; gathering its bits
-    avoids that, at the price of the gradient.
+    Where a mesh splits the rows among devices and tokens are fewer than rows, each device looks up
+    its part of the rows of all tokens, and what was found is exchanged, not the table.
     """
     if not isinstance(table, jax.Array):
         return table.rows(tokens)
-    table = constrain(table, TENSOR, None)  # whole rows: parts of them would take more traffic
+    if active_mesh() is None:
+        return _rows_of(table, tokens, differentiable)
+    shards = row_shards(tokens.shape[0])
+    if tokens.size // shards >= table.shape[0]:
+        return _rows_of(constrain(table, TENSOR, None), tokens, differentiable)
+    axis = DATA if shards > 1 else None
+    parts = _rows_of(table, constrain(tokens, axis), differentiable)
+    parts = constrain(parts, axis, *(None,) * (tokens.ndim - 1), FSDP)
+    return constrain(parts, ROWS)
+
+
+def _rows_of(table: jax.Array, tokens: jax.Array, differentiable: bool) -> jax.Array:
+    """Inside a device loop XLA would widen a whole bfloat16 table to float32 first; gathering its
+    bits avoids that, at the price of the gradient.
+    """
     if differentiable or table.dtype != jnp.bfloat16:
         return table[tokens]
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)[tokens]

@@ -6,7 +6,6 @@ peak memory is the model plus one tensor. Layouts as in the released Qwen3-Next,
 files.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -31,6 +30,7 @@ log = logging.getLogger(__name__)
 
 SKIPPED = re.compile(r"mtp\.|(model\.)?visual\.|.*\.rotary_emb\.inv_freq$")
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+_MAPPED = 16 << 20  # bytes read of a file after which it is opened anew
 _LAYER = r"layers\.(\d+)\."
 _MLP = _LAYER + r"mlp\."
 _PROJ = r"((?:gate|up|down)_proj)\.weight"
@@ -56,6 +56,39 @@ TABLE = tuple(
 )
 _EXPERT = re.compile(_MLP + r"experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 _FUSED_PROJECTION = re.compile(_LAYER + r"linear_attn\.in_proj_(qkvz|ba)\.weight$")
+
+
+class TensorFile:
+    """An open safetensors file that does not keep what was read.
+
+    The library maps files into memory, and pages that were read stay there as long as the file is
+    open: a process of many would seem to hold the whole checkpoint.
+    """
+
+    def __init__(self, path: Path):
+        """Open.
+
+        Raises:
+          SafetensorError, OSError: it cannot be read.
+        """
+        self._path, self._read = path, 0
+        self._file: Any = safe_open(path, framework="numpy")
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._file.keys())
+
+    def get_slice(self, name: str) -> Any:
+        """Return what the header says of a tensor."""
+        return self._file.get_slice(name)
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Read a tensor."""
+        tensor = self._file.get_tensor(name)
+        self._read += tensor.nbytes
+        if self._read >= _MAPPED:
+            self._file, self._read = safe_open(self._path, framework="numpy"), 0
+        return tensor
 
 
 class Piece(NamedTuple):
@@ -87,11 +120,10 @@ def load_pretrained(
     abstract = nnx.eval_shape(lambda: HybridLM(cfg, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-    with contextlib.ExitStack() as stack:
-        tensors = open_tensors(directory, stack)
-        shapes = {path: leaf.shape for path, leaf in leaves.items()}
-        plan = _plan(cfg, tensors, shapes, directory)
-        values = _read(plan, tensors, leaves, convert or (lambda _, value: value))
+    tensors = open_tensors(directory)
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    plan = _plan(cfg, tensors, shapes, directory)
+    values = _read(plan, tensors, leaves, convert or (lambda _, value: value))
     filled = [
         (path, leaf.replace(values[".".join(map(str, path))]))
         for path, leaf in nnx.to_flat_state(state)
@@ -99,7 +131,7 @@ def load_pretrained(
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
+def open_tensors(directory: Path) -> dict[str, TensorFile]:
     """Map each tensor name to the open file that holds it; raise once for all files at fault."""
     index, weight_map = directory / INDEX, {}
     if index.exists() and (directory / SINGLE).exists():
@@ -120,7 +152,7 @@ def open_tensors(directory: Path, stack: contextlib.ExitStack) -> dict:
             problems.append(f"{name} does not exist")
             continue
         try:
-            file = stack.enter_context(safe_open(path, framework="numpy"))
+            file = TensorFile(path)
         except (SafetensorError, OSError) as error:
             problems.append(f"{name} is damaged or cut short ({error})")
             continue

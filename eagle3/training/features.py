@@ -45,9 +45,11 @@ def target_features(graph: Any, params: Any, aux_layers: tuple[int, ...], batch:
       graph: of the HybridLM; `params` are its weights.
       aux_layers: k taps the residual stream after k layers.
     """
-    target = nnx.merge(graph, params)
 
     def run(piece: Batch) -> Features:
+        # Bound to its piece, or XLA gathers sharded weights before the loop, all layers at once.
+        weights, piece = jax.lax.optimization_barrier((params, piece))
+        target = nnx.merge(graph, weights)
         out = target(piece.tokens, piece.segment_ids, aux_layers)
         return Features(out.aux_hidden, out.hidden, most_likely_next(target, out.hidden))
 

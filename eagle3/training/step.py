@@ -184,7 +184,9 @@ def train_step(
     gradient_of = jax.value_and_grad(task.loss, has_aux=True)
 
     def piece(carry, batch):
-        (loss, sums), gradient = gradient_of(state.params, frozen, batch, counts)
+        # Bound to the piece before, or XLA gathers sharded weights before the loop, all at once.
+        weights, batch, carry = jax.lax.optimization_barrier((state.params, batch, carry))
+        (loss, sums), gradient = gradient_of(weights, frozen, batch, counts)
         return jax.tree.map(jnp.add, carry, (loss, sums, gradient)), None
 
     first = jax.tree.map(lambda x: x[0], batch)
