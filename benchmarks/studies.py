@@ -225,17 +225,18 @@ def study(kind: str, config: TrainConfig, out: Path) -> bool:
         text = table(kind, config, found)
         write_whole(out / f"{kind}.md", text)
     if kind != "parts" and find_spec("matplotlib") is not None:
-        draw(found, out / f"{kind}.png")
+        draw(found, out / f"{kind}.png", "training data" if kind == "data" else "steps")
     print(text, end="", flush=True)
     return True
 
 
-def draw(found: Sequence[Found], path: Path) -> None:
+def draw(found: Sequence[Found], path: Path, of: str) -> None:
     """Write the figure of a study of shares."""
     from eagle3 import plots  # matplotlib is not for everyone
 
     shares = [part / parts for part, parts in SHARES]
-    path.write_bytes(plots.png(plots.data_scaling(shares, {"draft": [x.tau for x in found]})))
+    taus = {"draft": [x.tau for x in found]}
+    path.write_bytes(plots.png(plots.data_scaling(shares, taus, of=of)))
 
 
 def small(folder: Path) -> TrainConfig:

@@ -2,15 +2,18 @@
 
     python benchmarks/target.py                      # about 15 minutes on two cores
     python benchmarks/target.py --tasks decode verify --dtypes float32 int8 --rounds 3
+    python benchmarks/target.py --experts 32 --tasks decode verify prefill    # a mixture
 
 Writes one model of about 100M parameters with random weights, loads it in worker processes (this
 package with XLA's products and with the native kernels, and transformers on torch), and runs every
 task in all of them in turn: the machine's mood then touches all alike. Prints medians, the ratio of
 medians, and how much of the measured memory bandwidth a decoded token uses. Needs the `parity`
 extra; with `--no-peer` only jax. transformers has no int8 for CPUs, and training no packed weights.
+The nodes that are verified are different tokens, which a mixture sends to different experts.
 """
 
 import argparse
+import dataclasses
 import json
 import multiprocessing as mp
 import resource
@@ -26,10 +29,21 @@ BATCH, LENGTH = 4, 256
 VERIFY_REPEATS = 4
 
 
-def benchmark_config():
-    """Return the architecture that all benchmarks use: 99.7M parameters, shaped like Qwen3.5."""
+def benchmark_config(experts: int = 0):
+    """Return the architecture that all benchmarks use: 99.7M parameters, shaped like Qwen3.5.
+
+    Args:
+      experts: of a mixture in place of each MLP, of which a token takes eight and a shared one.
+    """
     from gdn import TargetConfig
 
+    if experts:
+        mixture = dict(
+            model_type="qwen3_5_moe_text", num_experts=experts, num_experts_per_tok=8,
+            moe_intermediate_size=448, shared_expert_intermediate_size=448, norm_topk_prob=True,
+            moe_layers=(True,) * 12,
+        )  # fmt: skip
+        return dataclasses.replace(benchmark_config(), **mixture)
     kinds = (("linear_attention",) * 3 + ("full_attention",)) * 3
     return TargetConfig(
         model_type="qwen3_5_text", vocab_size=16384, hidden_size=640, num_hidden_layers=12,
@@ -41,16 +55,18 @@ def benchmark_config():
     )  # fmt: skip
 
 
-def write_model(directory: Path, dtype: str) -> int:
-    """Save it with random weights and return its number of parameters."""
+def write_model(directory: Path, dtype: str, experts: int = 0) -> tuple[int, int]:
+    """Save it with random weights; returns its number of parameters, and those of a token's pass."""
     import jax.numpy as jnp
     from flax import nnx
 
     from gdn import HybridLM, save_pretrained
 
-    cfg = benchmark_config()
+    cfg = benchmark_config(experts)
     save_pretrained(HybridLM(cfg, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)), directory)
-    return cfg.num_parameters()
+    idle = sum(cfg.moe_layers) * (cfg.num_experts - cfg.num_experts_per_tok)
+    whole = cfg.num_parameters()
+    return whole, whole - idle * 3 * cfg.hidden_size * cfg.moe_intermediate_size
 
 
 class Ours:
@@ -89,7 +105,7 @@ class Ours:
                 # is updated after its last reading and therefore in place.
                 path = jnp.where((jnp.arange(tokens.shape[1]) == 0) & (token >= 0), 0, -1)
                 cache = commit(cache, out.updates, path)
-                return cache, jnp.broadcast_to(token, tokens.shape)
+                return cache, (token + jnp.arange(tokens.shape[1])) % model.cfg.vocab_size
 
             return jax.lax.fori_loop(0, steps, step, (cache, tokens))
 
@@ -124,7 +140,7 @@ class Ours:
         )
 
     def verify(self, nodes):
-        tokens = self.jnp.zeros((1, nodes), self.jnp.int32)
+        tokens = self.jnp.arange(nodes, dtype=self.jnp.int32)[None]
         seconds = self._timed(self.loop, self.params, self._start(512), tokens, VERIFY_REPEATS)
         return seconds / VERIFY_REPEATS
 
@@ -191,7 +207,7 @@ class Transformers:
 
     def verify(self, nodes):
         out = self._start()
-        tokens = self.torch.zeros(1, nodes, dtype=self.torch.long)
+        tokens = self.torch.arange(nodes)[None]
         with self.torch.no_grad():
             start = time.perf_counter()
             for _ in range(VERIFY_REPEATS):
@@ -297,8 +313,8 @@ def measure(directory: Path, dtype: str, tasks: list[tuple], rounds: int, peer: 
     }
 
 
-def report(result: dict, parameters: int) -> None:
-    """Print one dtype's table in markdown."""
+def report(result: dict, parameters: int, read: int) -> None:
+    """Print one dtype's table in markdown; of the parameters, a token's pass reads some."""
     seconds = result["seconds"]
     width = {"float32": 4, "bfloat16": 2, "int8": 1}[result["dtype"]]
     others = [name for name in seconds if name != "ours"]
@@ -323,7 +339,7 @@ def report(result: dict, parameters: int) -> None:
     )
     for name, times in result["seconds"].items():
         if "decode" in times:
-            share = parameters * width / times["decode"] / result["bandwidth"]
+            share = read * width / times["decode"] / result["bandwidth"]
             print(
                 f"- {name}: {1 / times['decode']:.1f} tokens/s, {share:.0%} of the bandwidth limit"
             )
@@ -347,11 +363,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["decode", "verify", "prefill", "train"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int8"])
     parser.add_argument("--nodes", nargs="+", type=int, default=NODES, help="to verify")
+    parser.add_argument("--experts", type=int, default=0, help="8 or more: a mixture of so many")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one warm-up")
     parser.add_argument("--no-peer", action="store_true", help="measure this package only")
     parser.add_argument("--json", type=Path, help="also write the raw medians here")
     parser.add_argument("--figure", type=Path, help="draw the costs of verification to this PNG")
     args = parser.parse_args()
+    if args.experts and args.experts < 8:
+        parser.error("--experts: a token takes eight, give at least as many")
     if args.figure and ("verify" not in args.tasks or 1 not in args.nodes):
         parser.error("--figure draws the task verify, in passes over 1 of the nodes")
     if args.figure and find_spec("matplotlib") is None:  # before minutes of measuring
@@ -364,9 +383,10 @@ def main() -> None:
         if dtype != "float32":  # gradients in bfloat16 are not what training uses
             tasks = [task for task in tasks if task[0] != "train"]
         with tempfile.TemporaryDirectory() as directory:
-            parameters = write_model(Path(directory), "float32" if dtype == "int8" else dtype)
+            kept = "float32" if dtype == "int8" else dtype
+            parameters, read = write_model(Path(directory), kept, args.experts)
             result = measure(Path(directory), dtype, tasks, args.rounds, not args.no_peer)
-        report(result, parameters)
+        report(result, parameters, read)
         results.append(result)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")

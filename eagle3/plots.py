@@ -245,9 +245,12 @@ def cost_curve(
 
 
 def data_scaling(
-    shares: Sequence[float], taus: Mapping[str, Sequence[float]], ax: Axes | None = None
+    shares: Sequence[float],
+    taus: Mapping[str, Sequence[float]],
+    ax: Axes | None = None,
+    of: str = "training data",
 ) -> Axes:
-    """Draw tokens a round against the share of the data that a draft was trained on."""
+    """Draw tokens a round against the share of the data, or of the steps, that a draft had."""
     ax = lines(ax or new_axes(5.0), shares, taus)
     ax.set_xticks(shares, [str(Fraction(share).limit_denominator(64)) for share in shares])
     for values in taus.values():
@@ -255,7 +258,7 @@ def data_scaling(
             ax.annotate(f"{tau:.2f}", (share, tau), (0, 7), textcoords="offset points",
                         ha="center", fontsize="small")  # fmt: skip
     ax.margins(x=0.1, y=0.2)
-    ax.set(xlabel="share of the training data", ylabel="tau (tokens a round)")
+    ax.set(xlabel=f"share of the {of}", ylabel="tau (tokens a round)")
     if len(taus) > 1:
         ax.legend(frameon=False, fontsize="small")
     return ax

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 
 from gdn.config import TargetConfig
 from gdn.layers import MLP, linear, normal_init
+from gdn.ops import native
+from gdn.ops.packed import PackedWeight
 from gdn.sharding import ROWS, TENSOR, active_mesh, on_each_device
 
 
@@ -47,16 +49,19 @@ class MoE(nnx.Module):
         return (routed + shared).reshape(x.shape)
 
     def _routed(self, rows: Float[Array, "R D"], batch: int) -> Float[Array, "R D"]:
-        cfg = self.cfg
-        probability = jax.nn.softmax(linear(rows, self.gate[...], jnp.float32), axis=-1)
+        cfg, logits = self.cfg, linear(rows, self.gate[...], jnp.float32)
+        up, down = self.experts.gate_up_proj[...], self.experts.down_proj[...]
+        if isinstance(up, PackedWeight):
+            chosen = cfg.num_experts_per_tok
+            return native.experts(rows, logits, up, down, chosen, cfg.norm_topk_prob)
+        probability = jax.nn.softmax(logits, axis=-1)
         weight, expert = jax.lax.top_k(probability, cfg.num_experts_per_tok)
         if cfg.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdims=True)
         # Few pairs: one row a block, so that no expert is read for padding.
         size = 1 if expert.size <= cfg.num_experts else 16
-        experts = self.experts.gate_up_proj[...], self.experts.down_proj[...]
         if active_mesh() is None:
-            return _visit(*experts, rows, weight, expert, size)
+            return _visit(up, down, rows, weight, expert, size)
 
         def visit_own(up, down, rows, weight, expert):
             own, first = up.shape[0], up.shape[0] * jax.lax.axis_index(TENSOR)
@@ -65,7 +70,7 @@ class MoE(nnx.Module):
             return _visit(up, down, rows, weight, expert, size, is_partial=True)[None]
 
         axes = ((TENSOR,), (TENSOR,), (ROWS,), (ROWS,), (ROWS,))
-        arguments = (*experts, rows, weight, expert)
+        arguments = (up, down, rows, weight, expert)
         return on_each_device(visit_own, axes, (TENSOR, ROWS), batch, *arguments).sum(0)
 
 

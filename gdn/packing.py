@@ -15,8 +15,8 @@ from flax import nnx
 
 from gdn.config import TargetConfig
 from gdn.ops import native
-from gdn.ops.packed import NativeNorm, PackedWeight, pack
-from gdn.ops.quantized import QuantizedWeight, quantize
+from gdn.ops.packed import NativeNorm, PackedWeight, pack, pack_stack
+from gdn.ops.quantized import QuantizedWeight, quantize, quantize_stack
 
 Parameter = jax.Array | PackedWeight | NativeNorm | QuantizedWeight
 
@@ -24,6 +24,8 @@ DTYPES = ("float32", "bfloat16", "int8")
 _MATRIX = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|shared_expert_gate)$")
 # Small, and what they decide (how much is forgotten) multiplies up over the whole text.
 _GATE = re.compile(r".*\b(in_proj_b|in_proj_a|shared_expert_gate)$")
+_ROUTER = re.compile(r"(.*\.)?mlp\.gate$")  # small, and what it decides is all or nothing
+_EXPERTS = re.compile(r".*\.experts\.(gate_up|down)_proj$")
 _NORM = re.compile(r"(.*\.)?(\w*norm|\w+_layernorm)\.weight$")  # of an `RMSNorm`
 _TABLES = ("embed_tokens", "lm_head")
 
@@ -32,8 +34,8 @@ _TABLES = ("embed_tokens", "lm_head")
 class Packer:
     """How to keep matrices: for the native kernels or for XLA, and in which precision.
 
-    Convolutions, routers, experts, biases and the values of norms stay as they are. Gates are
-    bfloat16 where other matrices are int8.
+    Convolutions, biases and the values of norms stay as they are. Gates are bfloat16 where other
+    matrices are int8; routers are float32 for the kernels, and as they come for XLA.
     """
 
     dtype: str  # one of DTYPES
@@ -59,8 +61,6 @@ class Packer:
         used = [size for kind in set(cfg.layer_types) for size in sizes[kind]]
         if not self.native:
             return "the native kernels are off, or cannot be used here"
-        if any(cfg.moe_layers):
-            return "experts are not multiplied by the native kernels"
         if not native.has_heads_of(*used):
             return f"heads of {sorted(used)} numbers are not all of a multiple of 16"
         return None
@@ -69,6 +69,10 @@ class Packer:
         """Convert a parameter as it is loaded; tables wait for `finish`, a draft may want them."""
         if self.native and _NORM.match(path):
             return NativeNorm(value.astype(jnp.float32))
+        if self.native and _ROUTER.match(path):
+            return pack(value, "float32")
+        if _EXPERTS.match(path):
+            return self._experts(value)
         return self._matrix(path, value) if _MATRIX.match(path) and value.ndim == 2 else value
 
     def finish(self, models: Sequence[nnx.Module]) -> None:
@@ -93,6 +97,11 @@ class Packer:
         if self.native:
             return pack(value, dtype)
         return quantize(value) if dtype == "int8" else value.astype(dtype)
+
+    def _experts(self, value: jax.Array) -> Parameter:
+        if self.native:
+            return pack_stack(value, self.dtype)
+        return quantize_stack(value) if self.dtype == "int8" else value.astype(self.dtype)
 
 
 def _variables(model: nnx.Module) -> list[tuple[str, nnx.Variable]]:

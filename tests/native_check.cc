@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "delta_net.h"
+#include "experts.h"
 #include "norm.h"
 #include "peak.h"
 #include "products.h"
@@ -104,6 +105,72 @@ std::vector<float> normal(int64_t count, std::mt19937& random) {
   std::vector<float> values(count);
   for (auto& value : values) value = std::normal_distribution<float>()(random);
   return values;
+}
+
+// Some experts in float32, against float64; and each row alone, which must give the same bits.
+void check_experts(int64_t rows, int64_t width, int64_t inner, int64_t count, int64_t chosen,
+                   bool normalise, std::mt19937& random) {
+  const auto x = normal(rows * width, random), logits = normal(rows * count, random);
+  const int64_t out = 2 * inner;
+  const auto up = normal(count * out * width, random), down = normal(count * width * inner, random);
+  const auto stack = [&](const std::vector<float>& plain, int64_t out, int64_t in) {
+    const Matrix<Float32> w{nullptr, nullptr, nullptr, in, out};
+    std::vector<float> packed(count * w.panels() * w.panel_size(), 0);
+    for (int64_t e = 0; e < count; ++e)
+      for (int64_t o = 0; o < out; ++o)
+        for (int64_t i = 0; i < in; ++i)
+          packed[(e * w.panels() + o / kPanel) * w.panel_size() + i * kPanel + o % kPanel] =
+              plain[(e * out + o) * in + i];
+    return packed;
+  };
+  const auto ups = stack(up, out, width), downs = stack(down, width, inner);
+  const auto run = [&](const float* x, const float* logits, int64_t rows, float* y) {
+    Experts<Float32> call(x, logits, rows, {ups.data(), nullptr, nullptr, width, out},
+                          {downs.data(), nullptr, nullptr, inner, width}, count, chosen, normalise,
+                          y);
+    for (int64_t g = 0; g < call.groups(); ++g) call.gather(g);
+    for (const auto& part : call.parts(true, 2)) call.go_up(part);
+    for (int64_t g = 0; g < call.groups(); ++g) call.gate(g);
+    for (const auto& part : call.parts(false, 2)) call.go_down(part);
+    for (int64_t r = 0; r < rows; ++r) call.add_up(r);
+  };
+  std::vector<float> y(rows * width, NAN), alone(width, NAN);
+  run(x.data(), logits.data(), rows, y.data());
+  double worst = 0, top = 1e-30;
+  bool is_independent = true;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* l = &logits[r * count];
+    std::vector<int64_t> order(count);
+    for (int64_t e = 0; e < count; ++e) order[e] = e;
+    std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return l[a] > l[b]; });
+    double all = 0;
+    for (int64_t e = 0; e < (normalise ? chosen : count); ++e) all += std::exp(double(l[order[e]]));
+    std::vector<double> wanted(width, 0);
+    for (int64_t j = 0; j < chosen; ++j) {
+      const int64_t e = order[j];
+      for (int64_t f = 0; f < inner; ++f) {
+        double gate = 0, value = 0;
+        for (int64_t i = 0; i < width; ++i) {
+          gate += double(x[r * width + i]) * up[(e * out + f) * width + i];
+          value += double(x[r * width + i]) * up[(e * out + inner + f) * width + i];
+        }
+        const double hidden = gate / (1 + std::exp(-gate)) * value * std::exp(double(l[e])) / all;
+        for (int64_t i = 0; i < width; ++i) wanted[i] += hidden * down[(e * width + i) * inner + f];
+      }
+    }
+    for (int64_t i = 0; i < width; ++i) {
+      worst = std::max(worst, std::fabs(wanted[i] - y[r * width + i]));
+      top = std::max(top, std::fabs(wanted[i]));
+    }
+    run(&x[r * width], l, 1, alone.data());
+    is_independent &= !std::memcmp(alone.data(), &y[r * width], width * sizeof(float));
+  }
+  if (!(worst <= 3e-6 * top) || !is_independent) {
+    ++failures;
+    std::printf("experts rows=%ld width=%ld inner=%ld: error %.2g of %.2g%s\n", long(rows),
+                long(width), long(inner), worst, top,
+                is_independent ? "" : ", rows depend on each other");
+  }
 }
 
 std::unique_ptr<bool[]> random_tree(int64_t nodes, std::mt19937& random) {
@@ -308,6 +375,11 @@ int main() {
   for (int64_t nodes : {1, 2, 9}) {
     check_delta_net(16, 16, nodes, random);
     check_delta_net(48, 144, nodes, random);
+  }
+  for (int64_t rows : {1, 2, 9, 40}) {
+    check_experts(rows, 1, 1, 1, 1, false, random);
+    check_experts(rows, 33, 17, 5, 2, rows == 9, random);
+    check_experts(rows, 64, 48, 8, 8, true, random);
   }
   for (int64_t size : {1, 7, 16, 33, 576}) check_norm(size, random);
   for (int64_t size : {1, 7, 16, 33, 5000}) check_peak(size, random);

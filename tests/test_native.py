@@ -20,8 +20,8 @@ from gdn.ops import native
 from gdn.ops.attention import attention, masked_attention, merge_attention
 from gdn.ops.conv import short_conv_tree
 from gdn.ops.native import compiler
-from gdn.ops.packed import pack
-from gdn.ops.quantized import quantize, quantized_matmul
+from gdn.ops.packed import pack, pack_stack
+from gdn.ops.quantized import quantize, quantize_stack, quantized_matmul
 from gdn.ops.tree import commit_state, tree_delta_rule, tree_from_parents
 from gdn.packing import DTYPES
 
@@ -176,6 +176,66 @@ def test_a_native_delta_net_is_the_closed_form_between_convolution_and_norm(
     committed = native.commit_state(state, found.k, found.u, found.g, path)
     assert relative_error(committed, commit_state(state, k, u, g, path)) < 2e-6
     np.testing.assert_array_equal(committed[1], state[1])
+
+
+def mixture(experts, rows=9, width=33, inner=17):
+    """Return rows, logits of a router, and the matrices of some experts."""
+    shapes = (rows, width), (rows, experts), (experts, 2 * inner, width), (experts, width, inner)
+    return [matrix(seed, *shape) for seed, shape in enumerate(shapes)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_are_those_of_the_rounded_weights(dtype, normalise):
+    x, logits, up, down = mixture(6)
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), 3)
+    if normalise:
+        shares = shares / shares.sum(-1, keepdims=True)
+    plain = [quantize_stack(w) if dtype == "int8" else w.astype(dtype) for w in (up, down)]
+    wanted = np.zeros(x.shape)
+    for row in range(len(x)):
+        for share, expert in zip(shares[row], chosen[row], strict=True):
+            up_of, down_of = (
+                w[expert] if dtype == "int8" else w[expert].astype(jnp.float32) for w in plain
+            )
+            gate, value = jnp.split(linear(x[row : row + 1], up_of), 2, axis=-1)
+            wanted[row] += share * np.asarray(linear(jax.nn.silu(gate) * value, down_of))[0]
+    packed = [pack_stack(w, dtype) for w in (up, down)]
+    found = np.asarray(native.experts(x, logits, *packed, 3, normalise))
+    # The last bits of a number decide to which step of int8 it is rounded.
+    tolerance = 2e-2 if dtype == "int8" else 1e-5
+    assert relative_error(found, wanted) < tolerance
+    for rows in ([0], [3, 8], list(range(8, -1, -1))):
+        index = np.array(rows)
+        some = native.experts(x[index], logits[index], *packed, 3, normalise)
+        np.testing.assert_array_equal(np.asarray(some), found[index])
+
+
+@needs_kernels
+def test_experts_of_numbers_that_are_none_spoil_their_row_alone():
+    x, logits, up, down = mixture(6)
+    packed = [pack_stack(w, "float32") for w in (up, down)]
+    whole = np.asarray(native.experts(x, logits, *packed, 3, True))
+    broken = np.asarray(native.experts(x, logits.at[4, 5].set(jnp.nan), *packed, 3, True))
+    assert np.isnan(broken[4]).all()
+    np.testing.assert_array_equal(np.delete(broken, 4, 0), np.delete(whole, 4, 0))
+    none = native.experts(x[:0], logits[:0], *packed, 3, True)
+    assert none.shape == (0, 33)
+
+
+@needs_kernels
+def test_experts_that_do_not_fit_are_named():
+    x, logits, up, down = mixture(6)
+    up, down = pack_stack(up, "float32"), pack_stack(down, "float32")
+    with pytest.raises(ValueError, match=r"33 columns, experts are \(34, 33\) and \(34, 33\)"):
+        native.experts(x, logits, up, up, 3, True)
+    with pytest.raises(ValueError, match="different types"):
+        native.experts(x, logits, up, pack_stack(matrix(0, 6, 33, 17), "int8"), 3, True)
+    with pytest.raises(Exception, match=r"native experts: .* do not fit 5 experts of \[34, 33\]"):
+        jax.block_until_ready(native.experts(x, logits[:, :5], up, down, 3, True))
+    with pytest.raises(Exception, match="native experts: shapes"):
+        jax.block_until_ready(native.experts(x, logits, up, down, 7, True))
 
 
 @needs_kernels

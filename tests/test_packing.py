@@ -9,6 +9,7 @@ from helpers import (
     HYBRID,
     LLAMA,
     PROMPTS,
+    QWEN3_NEXT,
     draft_config,
     eagle3,
     float32,
@@ -51,18 +52,20 @@ def packed_pair(packer: Packer):
     return target, draft
 
 
-@pytest.mark.parametrize("cfg", [HYBRID, LLAMA], ids=["hybrid", "llama"])
+@pytest.mark.parametrize("cfg", [HYBRID, LLAMA, QWEN3_NEXT], ids=["hybrid", "llama", "mixture"])
 def test_logits_are_those_of_the_plain_model_up_to_the_precision(packer, cfg):
     tokens = jnp.array([PROMPTS[0][:9]])
     model = random_model(cfg)
     wanted = model.logits(model(tokens).hidden)
     packer.finish([model])
     found = model.logits(model(tokens).hidden)
-    assert relative_error(found, wanted) < TOLERANCE[packer.dtype]
+    # A mixture multiplies what experts say, rounded, with their shares, rounded.
+    tolerance = TOLERANCE[packer.dtype] * (1.5 if any(cfg.moe_layers) else 1)
+    assert relative_error(found, wanted) < tolerance
 
 
 def test_converting_while_loading_is_converting_afterwards(packer, tmp_path):
-    model = random_model(HYBRID)
+    model = random_model(QWEN3_NEXT)
     save_pretrained(model, tmp_path)
     packer.finish([model])
     loaded = load_pretrained(tmp_path, jnp.float32, packer)

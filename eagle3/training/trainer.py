@@ -120,14 +120,18 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
     values = {"config": dataclasses.asdict(TrainConfig(out="any", target="another"))}
     defaults = _flat(json.loads(json.dumps(values)))
     before = {name: defaults[name] for name in now.keys() & defaults.keys()} | before
-    wrong = [
-        f"{name.removeprefix('config.')} was {before.get(name)!r} and is {now.get(name)!r}"
+    names = [
+        name
         for name in sorted(before.keys() | now.keys())
         if name not in free and before.get(name) != now.get(name)
     ]
-    if wrong:
+    if names:
+        wrong = [
+            f"{name.removeprefix('config.')} was {before.get(name)!r} and is {now.get(name)!r}"
+            for name in names
+        ]
         hint = ""
-        if all(f"config.{text.split()[0]}" in _PLAN for text in wrong):
+        if set(names) <= set(_PLAN):
             hint = (
                 f". The {step} steps that were taken would have had other learning rates: give"
                 " optim.warmup as a number of steps, or remove the folders of checkpoints from"

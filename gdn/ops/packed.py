@@ -27,15 +27,15 @@ GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}
 )
 @dataclass(frozen=True)
 class PackedWeight:
-    """A matrix [out, in], packed; stands where a parameter's array stood.
+    """A matrix [out, in], packed, or a stack of such; stands where a parameter's array stood.
 
     bfloat16 is kept as its bits, so that no compiler widens the whole matrix to float32. Products
     and looked-up rows are float32.
     """
 
-    data: Array  # [panels, groups, 16, K]: float32, uint16 or int8
-    scales: Float[Array, " O"] | None  # of each output, int8 only
-    sums: Int[Array, " O"] | None  # of each output's int8 weights: undoes an offset of the inputs
+    data: Array  # [*stack, panels, groups, 16, K]: float32, uint16 or int8
+    scales: Float[Array, "*stack O"] | None  # of each output, int8 only
+    sums: Int[Array, "*stack O"] | None  # of its int8 weights: undoes an offset of the inputs
     shape: tuple[int, int]
 
     dtype = jnp.dtype(jnp.float32)  # of the activations it works with
@@ -91,3 +91,9 @@ def pack(weight: Float[Array, "O I"], dtype: str) -> PackedWeight:
     weight = jnp.pad(weight, ((0, -out % PANEL), (0, -inputs % group)))
     data = weight.reshape(-1, PANEL, weight.shape[1] // group, group).swapaxes(1, 2)
     return PackedWeight(data, scales, sums, (out, inputs))
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def pack_stack(weights: Float[Array, "E O I"], dtype: str) -> PackedWeight:
+    """Pack matrices one by one, so that beside both forms there is one matrix more at most."""
+    return jax.lax.map(partial(pack, dtype=dtype), weights)

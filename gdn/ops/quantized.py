@@ -21,23 +21,25 @@ LONGEST = (2**31 - 1) // (255 * 127)  # inputs; one side may be 0..255, see the 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=[])
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix [out, in] as values * scales; stands where a parameter's array stood."""
+    """A matrix [out, in] as values * scales, or a stack; stands where a parameter's array stood."""
 
-    values: Int[Array, "O I"]
-    scales: Float[Array, " O"]
+    values: Int[Array, "*stack O I"]
+    scales: Float[Array, "*stack O"]
 
     dtype = jnp.dtype(jnp.float32)  # of the activations it works with
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Return (out, in)."""
-        return self.values.shape[0], self.values.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """Return (out, in), of a stack with its length before."""
+        return self.values.shape
 
     def __getitem__(self, key) -> QuantizedWeight:
-        """Return itself for `[...]`, as a parameter's value is read."""
-        if key is not ...:
+        """Return itself for `[...]`, as a parameter's value is read; or a matrix of a stack."""
+        if key is ...:
+            return self
+        if self.values.ndim < 3:
             raise TypeError("a quantized weight has no slices; use `rows`")
-        return self
+        return QuantizedWeight(self.values[key], self.scales[key])
 
     def rows(self, index: Int[Array, "*batch"]) -> Float[Array, "*batch I"]:
         """Look up rows, in float32."""
@@ -63,6 +65,12 @@ def quantize(x: Float[Array, "R I"]) -> QuantizedWeight:
     return QuantizedWeight(
         values.astype(jnp.int8), jnp.where(jnp.isfinite(top), top / TOP, jnp.nan)
     )
+
+
+def quantize_stack(x: Float[Array, "E R I"]) -> QuantizedWeight:
+    """Round each row of some matrices, see `quantize`."""
+    flat = quantize(x.reshape(-1, x.shape[-1]))
+    return QuantizedWeight(flat.values.reshape(x.shape), flat.scales.reshape(x.shape[:2]))
 
 
 def quantized_matmul(x: Float[Array, "R I"], weight: QuantizedWeight) -> Float[Array, "R O"]:

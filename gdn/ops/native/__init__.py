@@ -22,6 +22,7 @@ from gdn.ops.packed import PackedWeight
 _MATMULS = {
     "float32": "gdn_matmul_float32", "uint16": "gdn_matmul_bfloat16", "int8": "gdn_matmul_int8",
 }  # fmt: skip
+_EXPERTS = {kind: name.replace("matmul", "experts") for kind, name in _MATMULS.items()}
 _TREE_ATTENTION, _TREE_DELTA_NET = "gdn_tree_attention", "gdn_tree_delta_net"
 _COMMIT_STATE, _RMS_NORM, _PEAK = "gdn_commit_state", "gdn_rms_norm", "gdn_peak"
 _LANES = 16  # numbers in the widest vector; a head that is a multiple suits all processors
@@ -52,7 +53,8 @@ def version() -> str:
 
 def _functions(library: Path) -> dict[str, Any]:
     loaded = ctypes.cdll.LoadLibrary(str(library))
-    names = (*_MATMULS.values(), _TREE_ATTENTION, _TREE_DELTA_NET, _COMMIT_STATE, _RMS_NORM, _PEAK)
+    names = (*_MATMULS.values(), *_EXPERTS.values(), _TREE_ATTENTION, _TREE_DELTA_NET)
+    names += (_COMMIT_STATE, _RMS_NORM, _PEAK)
     return {name: getattr(loaded, name) for name in names}
 
 
@@ -86,6 +88,42 @@ def matmuls(x: Float[Array, "R I"], weights: Sequence[PackedWeight]) -> list[Flo
             operands += [weight.scales, weight.sums]
         results.append(jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))
     return list(jax.ffi.ffi_call(_MATMULS[kind], results)(*operands))
+
+
+def experts(
+    x: Float[Array, "R D"],
+    logits: Float[Array, "R E"],
+    up: PackedWeight,
+    down: PackedWeight,
+    chosen: int,
+    normalise: bool,
+) -> Float[Array, "R D"]:
+    """Send each row through the experts that its router likes best, and add up what they say.
+
+    An expert's weights are read once for all rows that chose it. A row's bits are its own: not
+    those of `linear` and XLA's top_k and softmax, but the same beside any other rows.
+
+    Args:
+      logits: of the router.
+      up, down: matrices [2F, D] (gate first) and [D, F] of E experts, see `pack_stack`.
+      chosen: experts of a row.
+      normalise: their shares add up to 1; else they are those of a softmax over all experts.
+
+    Raises:
+      ValueError: shapes do not fit, types differ, or the kernels cannot be used.
+    """
+    _require()
+    kind, (out, width), inner = str(up.data.dtype), up.shape, down.shape[1]
+    if down.data.dtype != up.data.dtype:
+        raise ValueError(f"experts of different types together: {kind}, {down.data.dtype}")
+    if x.shape[1] != width or out != 2 * inner or down.shape[0] != width:
+        raise ValueError(f"x has {x.shape[1]} columns, experts are {up.shape} and {down.shape}")
+    operands = [x.astype(jnp.float32), logits.astype(jnp.float32), up.data, down.data]
+    if up.scales is not None:
+        operands += [up.scales, up.sums, down.scales, down.sums]
+    call = jax.ffi.ffi_call(_EXPERTS[kind], jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    numbers = {"inner": inner, "chosen": chosen, "normalise": normalise}
+    return call(*operands, **{name: np.int64(value) for name, value in numbers.items()})
 
 
 def commit_state(

@@ -43,11 +43,6 @@ inline Paths paths_of(const bool* ancestors, int64_t nodes) {
   return paths;
 }
 
-inline Floats sigmoid(Floats x) {
-  const Floats e = exponential(x < 0.0f ? x : -x), whole = 1.0f / (1.0f + e);
-  return x < 0.0f ? e * whole : whole;
-}
-
 inline float dot(const float* x, const float* y, int64_t size) {
   Floats sum{};
   for (int64_t i = 0; i < size; i += kLanes) sum = fused(at(x + i), at(y + i), sum);

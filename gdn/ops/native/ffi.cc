@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "delta_net.h"
+#include "experts.h"
 #include "norm.h"
 #include "peak.h"
 #include "products.h"
@@ -142,6 +143,63 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
 }
 
 using Floats = ffi::Buffer<ffi::F32>;
+
+// What is wrong with the matrices [out, in] of E experts, packed and stacked.
+template <class M>
+std::string stack_problem(ffi::Span<const int64_t> data, int64_t experts, int64_t out, int64_t in) {
+  const int64_t panels = (out + gdn::kPanel - 1) / gdn::kPanel;
+  const int64_t groups = (in + M::kGroup - 1) / M::kGroup;
+  const std::initializer_list<int64_t> wanted = {experts, panels, groups, gdn::kPanel, M::kGroup};
+  if (data.size() == wanted.size() && std::equal(data.begin(), data.end(), wanted.begin()))
+    return "";
+  return "packed weights do not fit " + std::to_string(experts) + " experts of [" +
+         std::to_string(out) + ", " + std::to_string(in) + "]";
+}
+
+// x, y [rows, D]; logits [rows, E]; packed matrices of all experts, up [2F, D] and down [D, F]; and of
+// int8 the scales and sums of each: up's [E, 2F], down's [E, D].
+template <class M, ffi::DataType T>
+ffi::Error mix_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::Buffer<T> up,
+                       ffi::Buffer<T> down, ffi::RemainingArgs more,
+                       ffi::ResultBuffer<ffi::F32> y, int64_t inner, int64_t chosen,
+                       int64_t normalise) {
+  const auto xs = x.dimensions(), ls = logits.dimensions(), ys = y->dimensions();
+  if (xs.size() != 2 || ls.size() != 2 || ls[0] != xs[0] || inner < 1 || chosen < 1 ||
+      chosen > ls[1] || !std::equal(ys.begin(), ys.end(), xs.begin(), xs.end()))
+    return ffi::Error::InvalidArgument("native experts: shapes do not fit together");
+  const int64_t rows = xs[0], width = xs[1], experts = ls[1];
+  auto problem = stack_problem<M>(up.dimensions(), experts, 2 * inner, width);
+  if (problem.empty()) problem = stack_problem<M>(down.dimensions(), experts, width, inner);
+  gdn::Matrix<M> ups{up.typed_data(), nullptr, nullptr, width, 2 * inner};
+  gdn::Matrix<M> downs{down.typed_data(), nullptr, nullptr, inner, width};
+  if (std::is_same_v<M, gdn::Int8> && problem.empty()) {
+    if (more.size() != 4) return ffi::Error::InvalidArgument("native experts: no scales and sums");
+    for (gdn::Matrix<M>* w : {&ups, &downs}) {
+      const size_t first = w == &ups ? 0 : 2;
+      const auto scales = more.get<ffi::Buffer<ffi::F32>>(first);
+      const auto sums = more.get<ffi::Buffer<ffi::S32>>(first + 1);
+      if (scales.has_error()) return scales.error();
+      if (sums.has_error()) return sums.error();
+      const int64_t wanted = experts * w->out;
+      if (int64_t(scales->element_count()) != wanted || int64_t(sums->element_count()) != wanted)
+        problem = "scales and sums must have one entry for each output of each expert";
+      w->scales = scales->typed_data();
+      w->sums = sums->typed_data();
+    }
+  }
+  if (!problem.empty()) return ffi::Error::InvalidArgument("native experts: " + problem);
+  gdn::Experts<M> call(x.typed_data(), logits.typed_data(), rows, ups, downs, experts, chosen,
+                       normalise != 0, y->typed_data());
+  const bool is_small = 3 * call.pairs() * width * inner < kSmall / 4;
+  const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
+  const auto ups_parts = call.parts(true, threads), down_parts = call.parts(false, threads);
+  run_tasks(pool, threads, call.groups(), [&](int64_t i) { call.gather(i); });
+  run_tasks(pool, threads, ups_parts.size(), [&](int64_t i) { call.go_up(ups_parts[i]); });
+  run_tasks(pool, threads, call.groups(), [&](int64_t i) { call.gate(i); });
+  run_tasks(pool, threads, down_parts.size(), [&](int64_t i) { call.go_down(down_parts[i]); });
+  run_tasks(pool, threads, rows, [&](int64_t i) { call.add_up(i); });
+  return ffi::Error::Success();
+}
 
 bool has_shape(ffi::Span<const int64_t> found, std::initializer_list<int64_t> wanted) {
   return std::equal(found.begin(), found.end(), wanted.begin(), wanted.end());
@@ -327,6 +385,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_int8, (multiply<gdn::Int8, ffi::S8>),
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .RemainingArgs()
                                   .RemainingRets());
+
+#define GDN_EXPERTS(name, M, T)                                  \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (mix_experts<M, T>),       \
+                                ffi::Ffi::Bind()                 \
+                                    .Ctx<ffi::ThreadPool>()      \
+                                    .Arg<Floats>()               \
+                                    .Arg<Floats>()               \
+                                    .Arg<ffi::Buffer<T>>()       \
+                                    .Arg<ffi::Buffer<T>>()       \
+                                    .RemainingArgs()             \
+                                    .Ret<Floats>()               \
+                                    .Attr<int64_t>("inner")      \
+                                    .Attr<int64_t>("chosen")     \
+                                    .Attr<int64_t>("normalise"))
+
+GDN_EXPERTS(gdn_experts_float32, gdn::Float32, ffi::F32);
+GDN_EXPERTS(gdn_experts_bfloat16, gdn::BFloat16, ffi::U16);
+GDN_EXPERTS(gdn_experts_int8, gdn::Int8, ffi::S8);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_tree_attention, attend_tree,
                               ffi::Ffi::Bind()

@@ -96,4 +96,9 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? Floats{} : p * power;
 }
 
+inline Floats sigmoid(Floats x) {
+  const Floats e = exponential(x < 0.0f ? x : -x), whole = 1.0f / (1.0f + e);
+  return x < 0.0f ? e * whole : whole;
+}
+
 }  // namespace gdn
