@@ -56,7 +56,7 @@ def benchmark_config(experts: int = 0):
 
 
 def write_model(directory: Path, dtype: str, experts: int = 0) -> tuple[int, int]:
-    """Save it with random weights; returns its number of parameters, and those of a token's pass."""
+    """Save it with random weights; returns its parameters, and how many a token's pass reads."""
     import jax.numpy as jnp
     from flax import nnx
 

@@ -36,7 +36,7 @@ _OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     # By default XLA for a CPU lets as much run at once as it can, and gathers the sharded weights
-    # of all layers first. Accelerators keep few at a time.
+    # of all layers first.
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 

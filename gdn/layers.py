@@ -155,8 +155,11 @@ def embed(
 ) -> Float[Array, "*batch D"]:
     """Look up rows.
 
-    Where a mesh splits the rows among devices and tokens are fewer than rows, each device looks up
-    its part of the rows of all tokens, and what was found is exchanged, not the table.
+    Where a mesh splits the rows among devices, and each has fewer tokens than there are rows, each
+    looks up its part of the rows of all tokens, and what was found is exchanged, not the table.
+
+    Args:
+      differentiable: in the table; see `_rows_of`.
     """
     if not isinstance(table, jax.Array):
         return table.rows(tokens)
@@ -172,8 +175,10 @@ def embed(
 
 
 def _rows_of(table: jax.Array, tokens: jax.Array, differentiable: bool) -> jax.Array:
-    """Inside a device loop XLA would widen a whole bfloat16 table to float32 first; gathering its
-    bits avoids that, at the price of the gradient.
+    """Return table[tokens].
+
+    Inside a device loop XLA would widen a whole bfloat16 table to float32 first; gathering its bits
+    avoids that, at the price of the gradient.
     """
     if differentiable or table.dtype != jnp.bfloat16:
         return table[tokens]

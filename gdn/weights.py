@@ -2,8 +2,8 @@
 
 Reads single files and sharded indices, `model.*` and `model.language_model.*` names. Names and
 shapes are checked from the file headers before any data is read; then tensors pass one by one, so
-peak memory is the model plus one tensor. Layouts as in the released Qwen3-Next, Qwen3.5, Llama
-files.
+peak memory is the model plus one tensor, or one parameter where files split it. Layouts as in the
+released Qwen3-Next, Qwen3.5, Llama files.
 """
 
 import json
@@ -71,7 +71,7 @@ class TensorFile:
         Raises:
           SafetensorError, OSError: it cannot be read.
         """
-        self._path, self._read = path, 0
+        self._path, self._read, self._mark = path, 0, _mark(path)
         self._file: Any = safe_open(path, framework="numpy")
 
     def keys(self) -> list[str]:
@@ -83,12 +83,24 @@ class TensorFile:
         return self._file.get_slice(name)
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """Read a tensor."""
+        """Read a tensor.
+
+        Raises:
+          ValueError: somebody has replaced the file.
+        """
         tensor = self._file.get_tensor(name)
         self._read += tensor.nbytes
         if self._read >= _MAPPED:
             self._file, self._read = safe_open(self._path, framework="numpy"), 0
+            if _mark(self._path) != self._mark:
+                raise ValueError(f"{self._path} changed while it was read: load it again")
         return tensor
+
+
+def _mark(path: Path) -> tuple[int, int, int]:
+    """Return what tells a file from another of its name."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Piece(NamedTuple):

@@ -412,16 +412,25 @@ def test_a_text_that_outgrows_its_caches_does_not_wait_for_measurements(
     session = open_session(hybrid, drafter)
     session.start(greedy_requests(3))
     first, rows = session._active, len(PROMPTS)
-    session._refit(4096)
+    session._make_room(1025)
+    assert session._capacity == 1025  # more than the target has positions: no more than asked for
     assert session._active is first and measure.asked == [(8, 1024)]
     book.measured(hybrid, drafter, rows, 4096)
-    session._refit(4096)  # known by now
+    session._make_room(1100)  # known by now
     assert isinstance(session._active, AutoDrafter) and session._active is not first
+    assert measure.asked == [(8, 1024), (8, 4096)]
     recalibrating = CostBook(measure, recalibrate=True, folder=tmp_path)
     assert recalibrating.known(hybrid, drafter, rows, 4096) is None
-    assert len(measure.asked) == 2
+    session = open_session(hybrid, AutoDrafter(fitted_for(hybrid), PLAN, book=recalibrating))
+    session.start(greedy_requests(3))
+    first = session._active
+    recalibrating._known.clear()
+    session.start([Request(prompt=[5, 6, 7], max_new_tokens=2)] * rows)  # nor do new caches wait
+    assert session._active is first and measure.asked[2:] == [(8, 1024)]
     dear = Measured(LINEAR)
     CostBook(dear, recalibrate=True, folder=tmp_path).measured(hybrid, drafter, rows, 16384)
+    assert isinstance(CostBook(dear, folder=tmp_path).known(hybrid, drafter, rows, 16384), Costs)
+    session._drafter = AutoDrafter(fitted_for(hybrid), PLAN, book=CostBook(dear, folder=tmp_path))
     session._refit(16384)
     assert isinstance(session._active, NoDraft)
 

@@ -239,9 +239,14 @@ def test_loading_takes_the_memory_of_the_own_shards_and_of_a_tensor(tmp_path):
         subprocess.Popen([*argv, str(n)], stdout=subprocess.PIPE, text=True, env=environment)
         for n in range(2)
     ]
-    for process in started:
-        told, _ = process.communicate(timeout=LIMIT)
-        memory = json.loads(told.splitlines()[-1])
+    try:
+        said = [process.communicate(timeout=LIMIT)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    for text in said:
+        memory = json.loads(text.splitlines()[-1])
         assert memory["own"] < 0.51 * memory["whole"] and memory["whole"] > 250 << 20
         # The tensor as it is mapped and read, and 32 MiB for what JAX does for the first time.
         most = memory["own"] + 2 * memory["largest"] + (32 << 20)

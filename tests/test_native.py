@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,9 @@ def test_experts_are_those_of_the_rounded_weights(dtype, normalise):
     shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), 3)
     if normalise:
         shares = shares / shares.sum(-1, keepdims=True)
-    plain = [quantize_stack(w) if dtype == "int8" else w.astype(dtype) for w in (up, down)]
+    plain: list[Any] = [
+        quantize_stack(w) if dtype == "int8" else w.astype(dtype) for w in (up, down)
+    ]
     wanted = np.zeros(x.shape)
     for row in range(len(x)):
         for share, expert in zip(shares[row], chosen[row], strict=True):
@@ -201,26 +204,26 @@ def test_experts_are_those_of_the_rounded_weights(dtype, normalise):
             )
             gate, value = jnp.split(linear(x[row : row + 1], up_of), 2, axis=-1)
             wanted[row] += share * np.asarray(linear(jax.nn.silu(gate) * value, down_of))[0]
-    packed = [pack_stack(w, dtype) for w in (up, down)]
-    found = np.asarray(native.experts(x, logits, *packed, 3, normalise))
+    up, down = pack_stack(up, dtype), pack_stack(down, dtype)
+    found = np.asarray(native.experts(x, logits, up, down, 3, normalise))
     # The last bits of a number decide to which step of int8 it is rounded.
     tolerance = 2e-2 if dtype == "int8" else 1e-5
     assert relative_error(found, wanted) < tolerance
     for rows in ([0], [3, 8], list(range(8, -1, -1))):
         index = np.array(rows)
-        some = native.experts(x[index], logits[index], *packed, 3, normalise)
+        some = native.experts(x[index], logits[index], up, down, 3, normalise)
         np.testing.assert_array_equal(np.asarray(some), found[index])
 
 
 @needs_kernels
 def test_experts_of_numbers_that_are_none_spoil_their_row_alone():
     x, logits, up, down = mixture(6)
-    packed = [pack_stack(w, "float32") for w in (up, down)]
-    whole = np.asarray(native.experts(x, logits, *packed, 3, True))
-    broken = np.asarray(native.experts(x, logits.at[4, 5].set(jnp.nan), *packed, 3, True))
+    up, down = pack_stack(up, "float32"), pack_stack(down, "float32")
+    whole = np.asarray(native.experts(x, logits, up, down, 3, True))
+    broken = np.asarray(native.experts(x, logits.at[4, 5].set(jnp.nan), up, down, 3, True))
     assert np.isnan(broken[4]).all()
     np.testing.assert_array_equal(np.delete(broken, 4, 0), np.delete(whole, 4, 0))
-    none = native.experts(x[:0], logits[:0], *packed, 3, True)
+    none = native.experts(x[:0], logits[:0], up, down, 3, True)
     assert none.shape == (0, 33)
 
 

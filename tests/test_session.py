@@ -342,10 +342,9 @@ def test_caches_double_and_the_draft_is_left_behind_without_a_trace(caplog):
 
 
 def test_capacities_are_few_and_end_with_the_positions_of_the_target(hybrid):
-    session = open_session(hybrid, None, min_capacity=16, growth=4)
-    most = hybrid.cfg.max_position_embeddings
-    assert [session._bucket(n) for n in (1, 16, 17, 64, 65)] == [16, 16, 64, 64, 256]
-    assert session._bucket(most) == 1 << (most - 1).bit_length()
+    session = open_session(hybrid, None, min_capacity=32, growth=4)
+    assert [session._bucket(n) for n in (1, 32, 33, 128, 129)] == [32, 32, 128, 128, 512]
+    assert session._bucket(513) == hybrid.cfg.max_position_embeddings == 1024  # not 2048
     with pytest.raises(ValueError, match="growth is 1"):
         open_session(hybrid, None, growth=1)
 

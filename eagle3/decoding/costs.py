@@ -98,8 +98,8 @@ class CostBook:
         if found is None:
             rows, slots = range_ = _range(batch, capacity)
             log.warning(
-                "measuring what rounds cost here (%d rows, %d tokens); this is done once, and takes"
-                " up to a minute for a deep target",
+                "measuring what rounds cost here (%d rows, %d tokens), which is kept; for a deep"
+                " target compiling takes half a minute",
                 rows, slots,
             )  # fmt: skip
             found = self._known[range_] = self._measure(target, drafter, rows, slots)
@@ -172,7 +172,7 @@ def read_costs(path: Path, mark: dict[str, Any]) -> Costs | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        log.warning("%s cannot be used (%s): measured anew", path, " ".join(str(error).split()))
+        log.warning("%s cannot be used (%s): costs are unknown", path, " ".join(str(error).split()))
         return None
 
 

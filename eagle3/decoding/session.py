@@ -1,7 +1,7 @@
 """The host's side of decoding: a batch of requests, its caches, and a visit every few rounds.
 
-A session owns what lives between device calls: caches that grow by doubling, the tokens they hold,
-and the drafter, which it drops when the context outgrows it. It knows token ids, not text.
+A session owns what lives between device calls: caches that grow in steps, the tokens they hold, and
+the drafter, which it drops when the context outgrows it. It knows token ids, not text.
 """
 
 from __future__ import annotations
@@ -168,7 +168,11 @@ class Session:
         capacity = self._bucket(max(map(len, prompts)))
         drafter = self._drafter
         if isinstance(drafter, AdaptiveDrafter):
-            drafter = drafter.fitted(self._target, batch, capacity)
+            # A conversation that was cut short starts anew: nothing is measured then either.
+            is_same = state is not None and len(self._held) == batch
+            before = self._active if is_same else None
+            stand_in = before if isinstance(before, AdaptiveDrafter) else None
+            drafter = drafter.fitted(self._target, batch, capacity, stand_in)
         self._use(drafter)
         active = self._active
         draft = create(lambda: active.init_state(batch, capacity))
@@ -196,8 +200,7 @@ class Session:
         capacity = self._min_capacity
         while capacity < tokens:
             capacity *= self._growth
-        most = 1 << (self.cfg.max_position_embeddings - 1).bit_length()
-        return max(tokens, min(capacity, most))
+        return max(tokens, min(capacity, self.cfg.max_position_embeddings))
 
     def _read(self, prompts: list[list[int]]) -> None:
         """Prefill all that is not held, but for each prompt's last token: the first root."""
@@ -249,8 +252,8 @@ class Session:
     def _refit(self, capacity: int) -> None:
         """Let a drafter that adapts go by the costs in caches of this size, if they are known.
 
-        In the middle of a text nobody wants to wait for measurements. Those of smaller caches are
-        near enough: of larger ones only what is filled is read.
+        In the middle of a text nobody wants to wait for measurements. Those of smaller caches have
+        to do: attention over more tokens adds to all rounds, and to larger ones hardly more.
         """
         drafter, active = self._drafter, self._active
         if isinstance(active, AdaptiveDrafter) and isinstance(drafter, AdaptiveDrafter):
