@@ -3,7 +3,7 @@
 No token is ever dropped. Token-expert pairs are sorted by expert and cut into blocks that belong to
 one expert each, so the cost follows the pairs, not tokens times experts. On a mesh every device has
 some experts: it looks at its own rows of the batch, visits its own experts, and the results of the
-`tensor` axis are added up.
+`tensor` axis are added up. Packed experts are one call of the native kernels.
 """
 
 import jax

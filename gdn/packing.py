@@ -35,7 +35,8 @@ class Packer:
     """How to keep matrices: for the native kernels or for XLA, and in which precision.
 
     Convolutions, biases and the values of norms stay as they are. Gates are bfloat16 where other
-    matrices are int8; routers are float32 for the kernels, and as they come for XLA.
+    matrices are int8; routers stay in the dtype that they were loaded in, in float32's layout for
+    the kernels.
     """
 
     dtype: str  # one of DTYPES

@@ -91,9 +91,9 @@ class TensorFile:
         tensor = self._file.get_tensor(name)
         self._read += tensor.nbytes
         if self._read >= _MAPPED:
-            self._file, self._read = safe_open(self._path, framework="numpy"), 0
             if _mark(self._path) != self._mark:
                 raise ValueError(f"{self._path} changed while it was read: load it again")
+            self._file, self._read = safe_open(self._path, framework="numpy"), 0
         return tensor
 
 
@@ -299,6 +299,11 @@ def fused_rows(cfg: TargetConfig) -> dict[str, dict[str, np.ndarray]]:
 def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict, convert) -> dict[str, Any]:
     """Read tensor by tensor; parameters made of several tensors are gathered on the host."""
     values: dict[str, Any] = {}
+
+    def converted(path: str, value: np.ndarray) -> Any:
+        # Waited for, or JAX would hold what is read faster than it is converted.
+        return jax.block_until_ready(convert(path, load(path, value, leaves[path].dtype)))
+
     gathering: dict[str, tuple[np.ndarray, int]] = {}
     # In parameter order, so that at most one parameter is being gathered at a time.
     for name in sorted(plan, key=lambda name: plan[name][0].path):
@@ -307,7 +312,7 @@ def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict, convert) ->
             leaf = leaves[path]
             if where == ():
                 part = tensor if rows is None else tensor[rows]
-                values[path] = convert(path, load(path, part.reshape(leaf.shape), leaf.dtype))
+                values[path] = converted(path, part.reshape(leaf.shape))
                 continue
             buffer, done = gathering.pop(path, (None, 0))
             if buffer is None:
@@ -316,7 +321,7 @@ def _read(plan: dict[str, list[Piece]], tensors: dict, leaves: dict, convert) ->
             if done + tensor.size < buffer.size:
                 gathering[path] = (buffer, done + tensor.size)
             else:
-                values[path] = convert(path, load(path, buffer, leaf.dtype))
+                values[path] = converted(path, buffer)
     return values
 
 

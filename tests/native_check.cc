@@ -128,6 +128,8 @@ void check_experts(int64_t rows, int64_t width, int64_t inner, int64_t count, in
     Experts<Float32> call(x, logits, rows, {ups.data(), nullptr, nullptr, width, out},
                           {downs.data(), nullptr, nullptr, inner, width}, count, chosen, normalise,
                           y);
+    for (int64_t r = 0; r < rows; ++r) call.route(r);
+    call.sort();
     for (int64_t g = 0; g < call.groups(); ++g) call.gather(g);
     for (const auto& part : call.parts(true, 2)) call.go_up(part);
     for (int64_t g = 0; g < call.groups(); ++g) call.gate(g);

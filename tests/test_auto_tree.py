@@ -421,7 +421,8 @@ def test_a_text_that_outgrows_its_caches_does_not_wait_for_measurements(
     assert measure.asked == [(8, 1024), (8, 4096)]
     recalibrating = CostBook(measure, recalibrate=True, folder=tmp_path)
     assert recalibrating.known(hybrid, drafter, rows, 4096) is None
-    session = open_session(hybrid, AutoDrafter(fitted_for(hybrid), PLAN, book=recalibrating))
+    drafter = AutoDrafter(fitted_for(hybrid), PLAN, book=recalibrating)
+    session = open_session(hybrid, drafter, is_conversation=True)
     session.start(greedy_requests(3))
     first = session._active
     recalibrating._known.clear()

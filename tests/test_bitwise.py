@@ -19,8 +19,9 @@ from gdn.packing import Packer
 # Heads as the kernels take them, and a head size that fills no vector of any processor alone.
 WIDE = dataclasses.replace(HYBRID, linear_key_head_dim=16, linear_value_head_dim=48)
 WIDE_MIXTURE = dataclasses.replace(
-    QWEN3_NEXT, linear_key_head_dim=16, linear_value_head_dim=48, moe_layers=(True, True)
-)
+    QWEN3_NEXT, linear_key_head_dim=16, linear_value_head_dim=48, moe_layers=(True, True),
+    moe_intermediate_size=48,
+)  # fmt: skip
 WIDE_LLAMA = dataclasses.replace(LLAMA, head_dim=48)
 PARENTS = [[-1, 0, 0, 1, 1, 3, 2, 0], [-1, 0, 1, 2, 3, 4, 5, 6]]  # of two rows
 LENGTHS = (37, 30)  # of what is committed: the first tree crosses no block of keys, the second does
@@ -53,8 +54,9 @@ def plainly(run, cache, tokens, counts):
 
 @pytest.mark.parametrize(
     "cfg, dtype",
-    [(WIDE, "float32"), (WIDE, "int8"), (WIDE_LLAMA, "bfloat16"), (WIDE_MIXTURE, "int8")],
-    ids=["hybrid-float32", "hybrid-int8", "llama-bfloat16", "mixture-int8"],
+    [(WIDE, "float32"), (WIDE, "int8"), (WIDE_LLAMA, "bfloat16")]
+    + [(WIDE_MIXTURE, dtype) for dtype in ("float32", "int8")],
+    ids=["hybrid-float32", "hybrid-int8", "llama-bfloat16", "mixture-float32", "mixture-int8"],
 )
 def test_every_node_has_the_bits_of_plain_decoding_and_so_has_the_cache(cfg, dtype):
     packer, model = Packer(dtype, native=True), random_model(cfg)

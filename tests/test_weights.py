@@ -406,3 +406,17 @@ def test_experts_in_both_layouts_are_refused(tmp_path):
     save_file(tensors, directory / SINGLE)
     with pytest.raises(ValueError, match=r"under two names \(1\): \S*experts.down_proj"):
         load_pretrained(directory)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+    save_pretrained(random_model(LLAMA), tmp_path)
+    monkeypatch.setattr("gdn.weights._MAPPED", 1)  # bytes: opened anew after every tensor
+    load_pretrained(tmp_path)
+
+    def replaced(_, value):
+        shutil.copy(tmp_path / "model.safetensors", tmp_path / "another")
+        os.replace(tmp_path / "another", tmp_path / "model.safetensors")
+        return value
+
+    with pytest.raises(ValueError, match="changed while it was read: load it again"):
+        load_pretrained(tmp_path, convert=replaced)

@@ -45,7 +45,9 @@ class Engine(NamedTuple):
             a stop to compile.
         """
         config = self.config
-        room = {"min_capacity": 1024, "growth": 4} if is_long else {}
+        room = {}
+        if is_long:
+            room = {"min_capacity": 1024, "growth": 4, "is_conversation": True}
         return Session(
             self.target,
             drafter,

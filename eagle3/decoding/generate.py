@@ -1,6 +1,7 @@
 """Decode a batch from prompts to answers, plainly or with a draft, through one loop."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from eagle3.decoding.auto import AutoDrafter
 from eagle3.decoding.costs import CostBook
@@ -22,7 +23,7 @@ def generate(
     draft: Eagle3Draft | None = None,
     plan: TreePlan | None = None,
     on_chunk: Callable[[Chunk], None] | None = None,
-    **options: int,
+    **options: Any,
 ) -> list[Answer]:
     """Answer every request; the text does not depend on `method`, up to ties in float32.
 

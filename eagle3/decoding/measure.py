@@ -125,7 +125,7 @@ class _Bench:
             jobs = {name: pool.submit(self._loop(step).compile) for name, step in steps.items()}
             return {name: job.result() for name, job in jobs.items()}
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for none
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C waits for few
 
     def _loop(self, step: _Step) -> jax.stages.Lowered:
         graph, vocab = self.graph, self.vocab

@@ -51,6 +51,7 @@ class Session:
         prefill_chunk: int = 512,
         min_capacity: int = 256,
         growth: int = 2,
+        is_conversation: bool = False,
     ):
         """Prepare; nothing is computed yet.
 
@@ -63,6 +64,8 @@ class Session:
           min_capacity: tokens that the first caches hold.
           growth: how many times as many the next ones hold. New caches need new programs, which
             take seconds to compile: a conversation that grows is better off with few steps.
+          is_conversation: what is asked goes on from what was asked before; a drafter that adapts
+            then measures nothing in between.
 
         Raises:
           ValueError: an option is out of range, or the drafter was made for another target.
@@ -82,6 +85,7 @@ class Session:
         self._dtype = target.embed_tokens[...].dtype
         self._stream_every, self._prefill_chunk = stream_every, prefill_chunk
         self._min_capacity, self._growth = min_capacity, growth
+        self._is_conversation = is_conversation
         self._visit_seconds = visit_seconds
         self._rounds = min(_FIRST, stream_every)  # until the next visit
         self._drafter: Drafter = NoDraft() if drafter is None else drafter
@@ -168,10 +172,10 @@ class Session:
         capacity = self._bucket(max(map(len, prompts)))
         drafter = self._drafter
         if isinstance(drafter, AdaptiveDrafter):
-            # A conversation that was cut short starts anew: nothing is measured then either.
-            is_same = state is not None and len(self._held) == batch
-            before = self._active if is_same else None
-            stand_in = before if isinstance(before, AdaptiveDrafter) else None
+            # Also one that was cut short, and whose caches are of no use.
+            goes_on = self._is_conversation and state is not None and len(self._held) == batch
+            is_fitted = goes_on and isinstance(self._active, AdaptiveDrafter)
+            stand_in = self._active if is_fitted else None
             drafter = drafter.fitted(self._target, batch, capacity, stand_in)
         self._use(drafter)
         active = self._active

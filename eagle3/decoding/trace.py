@@ -49,7 +49,7 @@ class Round(NamedTuple):
 class TracedSession(Session):
     """A session of one request at a time that keeps its rounds."""
 
-    def __init__(self, target: HybridLM, drafter: Drafter | None = None, **options: int):
+    def __init__(self, target: HybridLM, drafter: Drafter | None = None, **options: Any):
         """Prepare, as `Session` does; the host visits the device after every round."""
         super().__init__(target, drafter, **(options | {"stream_every": 1}))
         Compilations.listen()

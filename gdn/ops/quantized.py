@@ -67,6 +67,7 @@ def quantize(x: Float[Array, "R I"]) -> QuantizedWeight:
     )
 
 
+@jax.jit
 def quantize_stack(x: Float[Array, "E R I"]) -> QuantizedWeight:
     """Round each row of some matrices, see `quantize`."""
     flat = quantize(x.reshape(-1, x.shape[-1]))

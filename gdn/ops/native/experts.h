@@ -51,29 +51,30 @@ class Experts {
   // first expert, those of the others behind them; y [rows, D].
   Experts(const float* x, const float* logits, int64_t rows, const Matrix<M>& up,
           const Matrix<M>& down, int64_t experts, int64_t chosen, bool normalise, float* y)
-      : x_(x), rows_(rows), up_(up), down_(down), chosen_(chosen), y_(y), shares_(rows * chosen),
-        slots_(rows * chosen), source_(rows * chosen) {
-    std::vector<int32_t> ids(rows * chosen);
-    for (int64_t r = 0; r < rows; ++r)
-      choose(logits + r * experts, experts, chosen, normalise, &ids[r * chosen],
-             &shares_[r * chosen]);
-    std::vector<int64_t> ends(experts + 1, 0);
-    for (const int32_t id : ids) ++ends[id + 1];
-    for (int64_t e = 0; e < experts; ++e) {
-      if (ends[e + 1]) groups_.push_back({e, ends[e], ends[e + 1], nullptr, {}});
+      : x_(x), logits_(logits), up_(up), down_(down), experts_(experts), chosen_(chosen),
+        normalise_(normalise), y_(y), ids_(rows * chosen), shares_(ids_.size()),
+        slots_(ids_.size()), source_(ids_.size()), hidden_(ids_.size() * up.out),
+        gated_(ids_.size() * down.in), out_(ids_.size() * down.out) {}
+
+  void route(int64_t row) {
+    choose(logits_ + row * experts_, experts_, chosen_, normalise_, &ids_[row * chosen_],
+           &shares_[row * chosen_]);
+  }
+  void sort() {
+    std::vector<int64_t> ends(experts_ + 1, 0);
+    for (const int32_t id : ids_) ++ends[id + 1];
+    for (int64_t e = 0; e < experts_; ++e) {
+      if (ends[e + 1]) groups_.push_back({e, ends[e], ends[e + 1], nullptr});
       ends[e + 1] += ends[e];
     }
-    for (size_t pair = 0; pair < ids.size(); ++pair) {
-      slots_[pair] = ends[ids[pair]]++;
-      source_[slots_[pair]] = int64_t(pair) / chosen;
+    for (size_t pair = 0; pair < ids_.size(); ++pair) {
+      slots_[pair] = ends[ids_[pair]]++;
+      source_[slots_[pair]] = int64_t(pair) / chosen_;
     }
-    hidden_.resize(ids.size() * up.out);
-    gated_.resize(ids.size() * down.in);
-    out_.resize(ids.size() * down.out);
   }
 
   int64_t groups() const { return groups_.size(); }
-  int64_t pairs() const { return source_.size(); }
+  int64_t pairs() const { return ids_.size(); }
 
   // Panels of an expert's matrix.
   struct Part {
@@ -93,12 +94,13 @@ class Experts {
   void gather(int64_t g) {
     Group& group = groups_[g];
     const int64_t width = up_.in;
-    const float* rows = x_ + source_[group.first] * width;
+    const float* rows = x_ + source_[group.first] * width;  // a single one may stay where it is
+    std::vector<float> together;
     if (group.count > 1) {
-      group.rows.resize(group.count * width);
+      together.resize(group.count * width);
       for (int64_t i = 0; i < group.count; ++i)
-        std::copy_n(x_ + source_[group.first + i] * width, width, &group.rows[i * width]);
-      rows = group.rows.data();
+        std::copy_n(x_ + source_[group.first + i] * width, width, &together[i * width]);
+      rows = together.data();
     }
     group.activations.reset(new Activations<M>(rows, group.count, width));
   }
@@ -127,7 +129,6 @@ class Experts {
   struct Group {  // of pairs of a row and an expert: those of one expert, side by side
     int64_t expert, first, count;
     std::unique_ptr<Activations<M>> activations;
-    std::vector<float> rows;
   };
 
   void multiply(const Matrix<M>& first, const Part& part, float* out) const {
@@ -139,13 +140,14 @@ class Experts {
     product(w, *group.activations, part.begin, part.end, out + group.first * w.out);
   }
 
-  const float* x_;
-  int64_t rows_;
+  const float *x_, *logits_;
   Matrix<M> up_, down_;
-  int64_t chosen_;
+  int64_t experts_, chosen_;
+  bool normalise_;
   float* y_;
-  std::vector<float> shares_;           // by row and choice
-  std::vector<int64_t> slots_, source_;  // of each pair, its place by expert; of each place, its row
+  std::vector<int32_t> ids_;             // by row and choice: of the expert
+  std::vector<float> shares_;            // and its share
+  std::vector<int64_t> slots_, source_;  // of each such pair, its place by expert; of a place, its row
   std::vector<Group> groups_;
   std::vector<float> hidden_, gated_, out_;  // by place
 };

@@ -164,7 +164,7 @@ ffi::Error mix_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::Buffe
                        ffi::ResultBuffer<ffi::F32> y, int64_t inner, int64_t chosen,
                        int64_t normalise) {
   const auto xs = x.dimensions(), ls = logits.dimensions(), ys = y->dimensions();
-  if (xs.size() != 2 || ls.size() != 2 || ls[0] != xs[0] || inner < 1 || chosen < 1 ||
+  if (xs.size() != 2 || ls.size() != 2 || xs[1] < 1 || ls[0] != xs[0] || inner < 1 || chosen < 1 ||
       chosen > ls[1] || !std::equal(ys.begin(), ys.end(), xs.begin(), xs.end()))
     return ffi::Error::InvalidArgument("native experts: shapes do not fit together");
   const int64_t rows = xs[0], width = xs[1], experts = ls[1];
@@ -192,9 +192,11 @@ ffi::Error mix_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::Buffe
                        normalise != 0, y->typed_data());
   const bool is_small = 3 * call.pairs() * width * inner < kSmall / 4;
   const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
-  const auto ups_parts = call.parts(true, threads), down_parts = call.parts(false, threads);
+  run_tasks(pool, threads, rows, [&](int64_t i) { call.route(i); });
+  call.sort();
+  const auto up_parts = call.parts(true, threads), down_parts = call.parts(false, threads);
   run_tasks(pool, threads, call.groups(), [&](int64_t i) { call.gather(i); });
-  run_tasks(pool, threads, ups_parts.size(), [&](int64_t i) { call.go_up(ups_parts[i]); });
+  run_tasks(pool, threads, up_parts.size(), [&](int64_t i) { call.go_up(up_parts[i]); });
   run_tasks(pool, threads, call.groups(), [&](int64_t i) { call.gate(i); });
   run_tasks(pool, threads, down_parts.size(), [&](int64_t i) { call.go_down(down_parts[i]); });
   run_tasks(pool, threads, rows, [&](int64_t i) { call.add_up(i); });
