@@ -51,7 +51,8 @@ class TracedSession(Session):
 
     def __init__(self, target: HybridLM, drafter: Drafter | None = None, **options: Any):
         """Prepare, as `Session` does; the host visits the device after every round."""
-        super().__init__(target, drafter, **(options | {"stream_every": 1}))
+        options["stream_every"] = 1
+        super().__init__(target, drafter, **options)
         Compilations.listen()
         self.rounds: list[Round] = []
 
