@@ -27,7 +27,7 @@ from eagle3.sharding import shardings
 from gdn import HybridLM, TargetConfig
 from gdn.published import NAMES, published_shape
 from gdn.sharding import active_mesh
-from gdn.weights import CONFIG
+from gdn.tensor_files import CONFIG
 
 _UNITS = {"": 1, "B": 1} | {f"{x}iB": 1 << 10 * i for i, x in enumerate("KMGT", 1)}
 _UNITS |= {f"{x}B": 1000**i for i, x in enumerate("KMGT", 1)}

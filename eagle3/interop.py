@@ -23,7 +23,7 @@ from eagle3.draft_hf_config import LAYER_IDS, LAYOUTS, read_fields, write_config
 from gdn import HybridLM, TargetConfig
 from gdn.config import raise_problems, unknown_name
 from gdn.hf_config import read_json
-from gdn.weights import CONFIG, INDEX, SINGLE, open_tensors, publish, some, write_tensors
+from gdn.tensor_files import CONFIG, INDEX, SINGLE, open_tensors, publish, some, write_tensors
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from flax import nnx
 from helpers import HYBRID, LLAMA, assert_same_bits, random_model
 from safetensors.numpy import load_file, save_file
 
-import gdn.weights
+import gdn.tensor_files
 from eagle3.draft import Eagle3Draft
 from eagle3.draft_config import DraftConfig, RopeScaling
 from eagle3.interop import load_draft, save_draft
@@ -638,7 +638,7 @@ def test_a_save_that_breaks_off_leaves_the_old_draft_whole(folder, draft, hybrid
         Path(path).write_bytes(b"half of it")
         raise OSError("disk full")
 
-    monkeypatch.setattr(gdn.weights, "save_file", break_off)
+    monkeypatch.setattr(gdn.tensor_files, "save_file", break_off)
     with pytest.raises(OSError, match="disk full"):
         save_draft(random_draft(hybrid.embed_tokens[...], seed=1), folder)
     assert_same_draft(load_draft(folder, hybrid), draft)

@@ -23,7 +23,7 @@ from helpers import (
 )
 from safetensors.numpy import load_file, save_file
 
-import gdn.weights
+import gdn.tensor_files
 from gdn import load_pretrained, save_pretrained
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -186,7 +186,7 @@ def test_a_save_that_breaks_off_leaves_the_old_file_whole(hybrid_dir, monkeypatc
         Path(path).write_bytes(b"half of it")
         raise OSError("disk full")
 
-    monkeypatch.setattr(gdn.weights, "save_file", break_off)
+    monkeypatch.setattr(gdn.tensor_files, "save_file", break_off)
     with pytest.raises(OSError, match="disk full"):
         save_pretrained(random_model(LLAMA), hybrid_dir)
     assert_same_model(load_pretrained(hybrid_dir), random_model(HYBRID))
@@ -410,7 +410,7 @@ def test_experts_in_both_layouts_are_refused(tmp_path):
 
 def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     save_pretrained(random_model(LLAMA), tmp_path)
-    monkeypatch.setattr("gdn.weights._MAPPED", 1)  # bytes: opened anew after every tensor
+    monkeypatch.setattr("gdn.tensor_files._MAPPED", 1)  # bytes: opened anew after every tensor
     load_pretrained(tmp_path)
 
     def replaced(_, value):

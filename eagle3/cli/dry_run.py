@@ -31,7 +31,7 @@ from eagle3.training.config import DraftShape
 from eagle3.training.flops import draft_flops, target_flops
 from gdn import TargetConfig, init_cache
 from gdn.packing import Packer
-from gdn.weights import CONFIG
+from gdn.tensor_files import CONFIG
 
 
 def plan_decoding(config: DecodeConfig) -> Plan:
