@@ -138,12 +138,13 @@ def runs_of_parts(config: TrainConfig) -> list[Run]:
     assert config.target is not None
     top = {"aux_layers": (TargetConfig.from_hf(config.target).num_hidden_layers,)}
     norms = {"fc_norm": True, "norm_output": True}
+    plain = dict.fromkeys(norms, False)
     one = {"steps": 1}
     variants: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-        ("EAGLE-3", "whole", {}, {}),
-        ("without training-time test (K = 1)", "one_step", {}, one),
-        ("top layer only", "top_layer", top, {}),
-        ("both left away", "neither", top, one),
+        ("EAGLE-3", "whole", plain, {}),
+        ("without training-time test (K = 1)", "one_step", plain, one),
+        ("top layer only", "top_layer", plain | top, {}),
+        ("both left away", "neither", plain | top, one),
         ("with EAGLE-3.1's norms", "norms", norms, {}),
     ]
     return [
