@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from conftest import COMPILED
 from helpers import LLAMA, RTOL, random_model, relative_error
-from runs import ROOT, TINY, text_run, told
+from training_runs import ROOT, TINY, text_run, told
 
 import train
 from eagle3.config import ConfigError

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import assert_same_bits
-from runs import FOX, ROOT, TINY, newest, run, text_run
+from training_runs import FOX, ROOT, TINY, newest, run, text_run
 
 import train
 from eagle3.training.checkpoint import Checkpoints, ocp

@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-from runs import FOX, TINY, overrides, run, text_run, told
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import FOX, TINY, overrides, run, text_run, told
 
 import decode
 import train
