@@ -59,14 +59,13 @@ def write_model(directory: Path, dtype: str, experts: int = 0) -> tuple[int, int
     """Save it with random weights; returns its parameters, and how many a token's pass reads."""
     import jax.numpy as jnp
     from flax import nnx
+    from roofline import BF16, weight_bytes
 
     from gdn import HybridLM, save_pretrained
 
     cfg = benchmark_config(experts)
     save_pretrained(HybridLM(cfg, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)), directory)
-    idle = sum(cfg.moe_layers) * (cfg.num_experts - cfg.num_experts_per_tok)
-    whole = cfg.num_parameters()
-    return whole, whole - idle * 3 * cfg.hidden_size * cfg.moe_intermediate_size
+    return cfg.num_parameters(), round(weight_bytes(cfg, rows=1) / BF16)
 
 
 class Ours:
