@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from eagle3.config import ConfigError, OneLineParser, read_stages
+from eagle3.config import ConfigError
+from eagle3.config_reader import OneLineParser, read_stages
 from eagle3.dry_run import pretend_devices, tell
 from eagle3.processes import end, is_first, join
 from eagle3.training.config import TrainConfig

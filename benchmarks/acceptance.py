@@ -53,7 +53,8 @@ from flax import nnx
 
 from eagle3.cli.engine import build
 from eagle3.cli.rows import read_rows
-from eagle3.config import DecodeConfig, read_config
+from eagle3.config import DecodeConfig
+from eagle3.config_reader import read_config
 from eagle3.decoding.drafter import Eagle3Drafter, Eagle3State, NoDraft
 from eagle3.decoding.request import Request
 from eagle3.decoding.session import Session

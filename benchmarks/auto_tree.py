@@ -24,7 +24,8 @@ from flax import nnx
 
 from eagle3.cli.engine import Engine, build
 from eagle3.cli.rows import read_rows
-from eagle3.config import DecodeConfig, read_config
+from eagle3.config import DecodeConfig
+from eagle3.config_reader import read_config
 from eagle3.decoding.auto import AutoDrafter
 from eagle3.decoding.costs import Costs
 from eagle3.decoding.drafter import Eagle3Drafter

@@ -57,7 +57,8 @@ class Ours:
         from flax import nnx
 
         from eagle3.cli.engine import build
-        from eagle3.config import DecodeConfig, read_config
+        from eagle3.config import DecodeConfig
+        from eagle3.config_reader import read_config
         from eagle3.machine import keep_compiled_programs
         from gdn import chain_tree, commit, init_cache
 

@@ -37,7 +37,8 @@ from eagle3.cli.console import note
 from eagle3.cli.conversation import Conversation, Turn
 from eagle3.cli.engine import Engine, build
 from eagle3.cli.figures import SIDES, Figures, Line, report
-from eagle3.config import ConfigError, DecodeConfig, OneLineParser, read_config
+from eagle3.config import ConfigError, DecodeConfig
+from eagle3.config_reader import OneLineParser, read_config
 from eagle3.decoding.request import request_problem
 from eagle3.decoding.session import Session
 from eagle3.files import write_whole

@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from eagle3.config import ConfigError, OneLineParser, read_stages
+from eagle3.config import ConfigError
+from eagle3.config_reader import OneLineParser, read_stages
 from eagle3.files import write_whole
 from eagle3.machine import keep_compiled_programs, processor
 from eagle3.training.config import RegenerateConfig, TrainConfig

@@ -25,7 +25,8 @@ from helpers import (
     serve,
 )
 
-from eagle3.config import ConfigError, DecodeConfig, read_config
+from eagle3.config import ConfigError, DecodeConfig
+from eagle3.config_reader import read_config
 from eagle3.decoding.auto import AutoDrafter
 from eagle3.decoding.choice import (
     CELLS,

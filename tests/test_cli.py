@@ -27,7 +27,8 @@ from eagle3.cli.batch import fingerprint, in_batches
 from eagle3.cli.console import Console
 from eagle3.cli.engine import build
 from eagle3.cli.rows import Row, row_problem
-from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, SamplingConfig, read_config
+from eagle3.config import ConfigError, DecodeConfig, GeneratedTarget, SamplingConfig
+from eagle3.config_reader import read_config
 from eagle3.decoding import generate
 from eagle3.decoding.costs import Costs
 from eagle3.decoding.request import Answer, Request

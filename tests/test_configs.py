@@ -15,7 +15,7 @@ import pytest
 import yaml
 from flax import nnx
 
-from eagle3.config import read_stages
+from eagle3.config_reader import read_stages
 from eagle3.draft import Eagle3Draft
 from eagle3.draft_config import DraftConfig
 from eagle3.draft_hf_config import LAYER_IDS, read_fields, write_config

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eagle3.config import ConfigError, read_config
+from eagle3.config import ConfigError
+from eagle3.config_reader import read_config
 from eagle3.text import ByteTokenizer
 from eagle3.training import jobs
 from eagle3.training.config import EvalConfig, TrainConfig

@@ -16,7 +16,8 @@ import yaml
 import train
 from docs.make_configuration import PAGE, anchor, page
 from eagle3.cli.arguments import parse
-from eagle3.config import DecodeConfig, read_config
+from eagle3.config import DecodeConfig
+from eagle3.config_reader import read_config
 from eagle3.training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +26,7 @@ TEXT = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n|^\n(?=    ))+)", re.M | re.S)
 SETTINGS = set(re.findall(r"^\| `([\w.]+)` \|", page(), re.M))
 SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
-SOURCES = [ROOT / "train.py", ROOT / "eagle3/config.py", ROOT / "eagle3/cli/arguments.py"]
+SOURCES = [ROOT / "train.py", ROOT / "eagle3/config_reader.py", ROOT / "eagle3/cli/arguments.py"]
 
 
 def blocks(name: str) -> list[tuple[str, str]]:

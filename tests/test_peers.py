@@ -17,6 +17,7 @@ from gdn import save_pretrained
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 engines: Any = importlib.import_module("engines")
 peers: Any = importlib.import_module("peers")
+peers_report: Any = importlib.import_module("peers_report")
 gguf_export: Any = importlib.import_module("gguf_export")
 
 
@@ -73,7 +74,7 @@ FOUND = {
 
 
 def test_tokens_per_second_are_taken_over_all_prompts_of_a_round():
-    found = peers.summary(FOUND, 100.0, 1000.0)
+    found = peers_report.summary(FOUND, 100.0, 1000.0)
     assert found["tokens_per_second"] == 8.0 and found["spread"] == (4.0, 10.0)
     assert found["by_file"] == {"a": 5.0, "b": 10.0}
     assert found["tokens_a_pass"] == pytest.approx(40 / 15)
@@ -83,8 +84,8 @@ def test_tokens_per_second_are_taken_over_all_prompts_of_a_round():
 
 def test_the_share_of_the_bandwidth_counts_passes_not_tokens():
     # 8 tokens/s at 40 tokens in 15 passes are 3 passes/s of 100 bytes, of 1000 bytes/s.
-    assert peers.summary(FOUND, 100.0, 1000.0)["share"] == pytest.approx(0.3)
-    assert peers.summary(FOUND, None, 1000.0)["share"] is None
+    assert peers_report.summary(FOUND, 100.0, 1000.0)["share"] == pytest.approx(0.3)
+    assert peers_report.summary(FOUND, None, 1000.0)["share"] is None
 
 
 def test_a_tied_head_is_read_once_and_an_embedding_not_at_all():
@@ -98,10 +99,10 @@ def test_a_tied_head_is_read_once_and_an_embedding_not_at_all():
 def test_the_report_compares_with_llama_cpp_and_names_every_engine(capsys):
     slower = {task: [2 * x if task[0] == "verify" else x for x in y] for task, y in FOUND.items()}
     found = {
-        name: peers.summary(x, 100.0, 1000.0) | {"memory": 5_000_000}
+        name: peers_report.summary(x, 100.0, 1000.0) | {"memory": 5_000_000}
         for name, x in ((peers.OURS, FOUND), (peers.LLAMA, slower))
     }
-    peers.report(found, {peers.LLAMA: 2e-6}, [1e9, 2e9])
+    peers_report.report(found, {peers.LLAMA: 2e-6}, [1e9, 2e9])
     text = capsys.readouterr().out
     assert f"times {peers.LLAMA}" in text
     assert "| this package | 8.0 | 4.0 to 10.0 | 1.00 | 2.67 | 30% | 0.60 s | 5 MB |" in text
@@ -111,8 +112,8 @@ def test_the_report_compares_with_llama_cpp_and_names_every_engine(capsys):
 
 
 def test_tokens_are_the_same_up_to_the_first_difference():
-    assert peers.same_tokens([1, 2, 3], [1, 2, 3]) == 3
-    assert peers.same_tokens([1, 2, 3], [1, 5, 3]) == 1
+    assert peers_report.same_tokens([1, 2, 3], [1, 2, 3]) == 3
+    assert peers_report.same_tokens([1, 2, 3], [1, 5, 3]) == 1
 
 
 class Steady:

@@ -9,7 +9,8 @@ from training_runs import FOX, TINY, overrides, run, text_run, told
 
 import decode
 import train
-from eagle3.config import ConfigError, read_stages
+from eagle3.config import ConfigError
+from eagle3.config_reader import read_stages
 from eagle3.text import load_tokenizer
 from eagle3.training.config import TrainConfig
 from eagle3.training.data.bpe import train_bpe

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 import train
-from eagle3.config import read_stages
+from eagle3.config_reader import read_stages
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.config import TrainConfig
 from eagle3.training.jobs import build_job

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eagle3.config import ConfigError, DecodeConfig, OneLineParser, read_config
+from eagle3.config import ConfigError, DecodeConfig
+from eagle3.config_reader import OneLineParser, read_config
 from eagle3.files import why_not_writable
 
 

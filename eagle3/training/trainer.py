@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3.config import to_yaml
+from eagle3.config_reader import to_yaml
 from eagle3.digest import digest
 from eagle3.files import write_whole
 from eagle3.interrupt import Interrupt
