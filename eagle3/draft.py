@@ -32,6 +32,7 @@ from gdn.layers import (
     normal_init,
     rope_angles,
 )
+from gdn.ops.packed import PackedWeight
 from gdn.sharding import ROWS, constrain
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v -> values
@@ -88,6 +89,11 @@ class Eagle3Draft(nnx.Module):
         self.mlp = MLP(width, cfg.intermediate_size, std, dtype, rngs=rngs)
         self.norm = norm(width)
         self.lm_head = normal_init(rngs, (cfg.draft_vocab_size, width), std, dtype)
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Tell whether the draft was packed for the native kernels."""
+        return isinstance(self.lm_head[...], PackedWeight)
 
     def fuse(self, aux_hidden: Float[Array, "B T A D"]) -> Float[Array, "B T H"]:
         """Turn the target's residual streams, low to high, into the features g.

@@ -354,6 +354,24 @@ void check_peak(int64_t size, std::mt19937& random) {
   }
 }
 
+void check_best(int64_t size, int64_t count, std::mt19937& random) {
+  auto x = normal(size, random);
+  for (auto& value : x) value = std::round(value * 4) * 3;
+  if (size > 40) x[37] = NAN;
+  std::vector<int32_t> order(size), places(count, -1);
+  std::vector<float> values(count, NAN);
+  const auto of = [&](int32_t i) { return std::isnan(x[i]) ? -1e30f : x[i]; };
+  for (int64_t i = 0; i < size; ++i) order[i] = int32_t(i);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return of(a) > of(b); });
+  best_of(x.data(), size, count, -1e30f, values.data(), places.data());
+  for (int64_t i = 0; i < count; ++i)
+    if (places[i] != order[i] || values[i] != of(order[i])) {
+      ++failures;
+      std::printf("best size=%ld count=%ld: place %ld is %ld, not %ld\n", long(size), long(count),
+                  long(i), long(places[i]), long(order[i]));
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -385,6 +403,9 @@ int main() {
   }
   for (int64_t size : {1, 7, 16, 33, 576}) check_norm(size, random);
   for (int64_t size : {1, 7, 16, 33, 5000}) check_peak(size, random);
+  for (int64_t size : {1, 16, 129, 5000})
+    for (int64_t count : {1, 3, 16, 129})
+      if (count <= size) check_best(size, count, random);
   std::printf("%d lanes, offset %d: %d failures\n", kLanes, Int8::kOffset, failures);
   return failures > 0;
 }

@@ -349,7 +349,7 @@ def test_logits_along_a_drafted_chain_are_those_of_the_unrolled_steps(
     """Not just the choices: the scores of every pass, caught on the way into the tree."""
     caught = []
 
-    def catch(plan, root, logits, hidden, ids, draft_pass, own):
+    def catch(plan, root, logits, hidden, ids, draft_pass, own, kernels):
         tokens = []
         for index in range(1, plan.depth):
             chosen = jnp.argmax(logits, axis=-1)

@@ -119,6 +119,23 @@ def test_a_peak_is_the_lowest_of_the_likeliest_tokens_and_the_total_that_of_xla(
     assert np.isnan(spoilt[3]) and np.isfinite(np.delete(spoilt, 3)).all()
 
 
+@needs_kernels
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_the_best_tokens_are_those_of_xla_in_its_order(count):
+    logits = jnp.round(matrix(2, 8, 5001) * 4) / 4  # with many equals
+    logits = logits.at[1, :4990].set(-jnp.inf).at[2, 7].set(jnp.nan).at[3].set(jnp.nan)
+    logits = logits.at[4, 5000].set(jnp.inf).at[5].set(-jnp.inf)
+    rows = logits.reshape(2, 4, -1)
+    wanted, found = (sampling.best(rows, count, -1e30, kernels) for kernels in (False, True))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_array_equal(found.logits, wanted.logits)
+    plain = np.array([0, 1, 6, 7])  # of the others it is no number, or none that is finite
+    np.testing.assert_allclose(
+        found.log_total.reshape(8)[plain], wanted.log_total.reshape(8)[plain], rtol=1e-6
+    )
+    assert np.isnan(found.log_total[0, 2:]).all()
+
+
 def random_tree(seed, batch, nodes):
     """Return parents [B, M]."""
     rng = np.random.default_rng(seed)

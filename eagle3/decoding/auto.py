@@ -409,7 +409,8 @@ class AutoDrafter(nnx.Module):
         """Return the level that needs no pass."""
         ids, keys = self.inner.draft.target_ids[...], self.inner.no_keys(draft)
         logits = self.inner.first_logits(draft, foresight)
-        return first_level(self.plan, logits, draft.hidden, ids, keys, judge)
+        kernels = self.inner.draft.uses_kernels
+        return first_level(self.plan, logits, draft.hidden, ids, keys, judge, kernels)
 
     def expand(
         self,
@@ -421,10 +422,13 @@ class AutoDrafter(nnx.Module):
         judge: Judge | None = None,
     ) -> Growth:
         """Run a draft pass of one node (width 1) or of the whole frontier (2)."""
-        ids, one_pass = self.inner.draft.target_ids[...], self.inner.draft_pass(draft, foresight)
+        one_pass = self.inner.draft_pass(draft, foresight)
 
         def of(nodes: int) -> Callable[[Growth], Growth]:
-            return lambda growth: next_level(self.plan, index, growth, ids, one_pass, nodes, judge)
+            return lambda growth: next_level(
+                self.plan, index, growth, self.inner.draft.target_ids[...], one_pass, nodes, judge,
+                self.inner.draft.uses_kernels,
+            )  # fmt: skip
 
         if self.plan.width == 1:
             return of(1)(growth)

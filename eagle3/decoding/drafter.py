@@ -183,6 +183,7 @@ class Eagle3Drafter(nnx.Module):
         return draft_tree(
             self.plan, root, self.first_logits(state, foresight), state.hidden,
             self.draft.target_ids[...], self.draft_pass(state, foresight), self.no_keys(state),
+            self.draft.uses_kernels,
         )  # fmt: skip
 
     def first_logits(

@@ -183,6 +183,26 @@ def peak(logits: Float[Array, "B V"], kernels: bool = False) -> Peak:
     return Peak(most_likely(logits), jax.nn.logsumexp(logits, axis=-1))
 
 
+class Best(NamedTuple):
+    """The k likeliest of rows of logits, falling, the lowest of equals first."""
+
+    logits: Float[Array, "*batch k"]
+    tokens: Int[Array, "*batch k"]
+    log_total: Float[Array, "*batch"]  # as in `Peak`
+
+
+def best(logits: Float[Array, "*batch V"], count: int, worst: float, kernels: bool = False) -> Best:
+    """Return the likeliest tokens; NaN counts as `worst`.
+
+    Args:
+      kernels: as in `peak`.
+    """
+    if kernels:
+        return Best(*native.best(logits, count, worst))
+    found = jax.lax.top_k(jnp.where(jnp.isnan(logits), worst, logits), count)
+    return Best(*found, jax.nn.logsumexp(logits, axis=-1))
+
+
 def most_likely(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
     """Return the lowest index of the maximum along the last axis.
 

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from eagle3.decoding.sampling import best
+
 # By child rank, the 25 paths of EAGLE-1 (arXiv 2401.15077): five levels, wider at likelier nodes.
 EAGLE1_PATHS = tuple(
     tuple(int(rank) for rank in path)
@@ -158,6 +160,7 @@ def draft_tree(
     target_ids: Int[Array, " Vd"],
     draft_pass: DraftPass,
     carry: Any,
+    kernels: bool = False,
 ) -> Proposal:
     """Draft a tree on `root`.
 
@@ -165,24 +168,35 @@ def draft_tree(
       logits: of the draft after the root; `hidden` is what it feeds back beside them.
       target_ids: of each entry of the draft vocabulary.
       carry: first state of `draft_pass`: its keys and values.
+      kernels: as in `peak` of `sampling.py`.
     """
-    growth = first_level(plan, logits, hidden, target_ids, carry)
+    growth = first_level(plan, logits, hidden, target_ids, carry, kernels=kernels)
     if plan.depth > 1:
 
         def expand(index, growth):
-            return next_level(plan, index, growth, target_ids, draft_pass, plan.width)
+            return next_level(
+                plan, index, growth, target_ids, draft_pass, plan.width, kernels=kernels
+            )
 
         growth = jax.lax.fori_loop(1, plan.depth, expand, growth)
     return _select(plan, root, growth.pool)
 
 
 def first_level(
-    plan: TreePlan, logits, hidden, target_ids, carry: Any, judge: Judge | None = None
+    plan: TreePlan,
+    logits,
+    hidden,
+    target_ids,
+    carry: Any,
+    judge: Judge | None = None,
+    kernels: bool = False,
 ) -> Growth:
     """Take the children of the root, which need no pass of their own."""
     batch, width, level = logits.shape[0], plan.width, plan.width * plan.branching
     nothing = jnp.zeros((batch, 1))
-    ids, scores, claims = _best_children(plan, target_ids, logits[:, None], nothing, 1, judge)
+    ids, scores, claims = _best_children(
+        plan, target_ids, logits[:, None], nothing, 1, judge, kernels
+    )
     rest = ((0, 0), (0, (plan.depth - 1) * level))
     none = jnp.full((batch, plan.depth * level), -1, jnp.int32)
     unknown = (jnp.pad(x, rest, constant_values=-jnp.inf) for x in (scores, claims))
@@ -200,6 +214,7 @@ def next_level(
     draft_pass: DraftPass,
     width: int,
     judge: Judge | None = None,
+    kernels: bool = False,
 ) -> Growth:
     """Expand `width` nodes of the newest level, at most `plan.width`, in draft pass `index`."""
     batch, k, level = growth.ids.shape[0], plan.branching, plan.width * plan.branching
@@ -214,7 +229,9 @@ def next_level(
     own = (index - 1) * plan.width + jnp.arange(width)
     visible = visible | (jnp.arange(visible.shape[2]) == own[:, None])
     logits, hidden, carry = draft_pass(index, tokens, hidden, visible, growth.carry)
-    ids, scores, claims = _best_children(plan, target_ids, logits, scores, index + 1, judge)
+    ids, scores, claims = _best_children(
+        plan, target_ids, logits, scores, index + 1, judge, kernels
+    )
     parents = jnp.repeat((index - 1) * level + chosen, k, axis=1).astype(jnp.int32)
     spare = plan.width - width
     parents = jnp.pad(parents, ((0, 0), (0, spare * k)), constant_values=-1)
@@ -228,15 +245,17 @@ def next_level(
     return Growth(ids, scores, hidden, visible, pool, carry)
 
 
-def _best_children(plan: TreePlan, target_ids, logits, scores, depth, judge: Judge | None):
+def _best_children(
+    plan: TreePlan, target_ids, logits, scores, depth, judge: Judge | None, kernels: bool
+):
     """Return ids, scores, claims [B, level] of each node's best; -inf where there are not so many.
 
     Args:
       depth: of the children, below the root.
     """
     size = plan.width * plan.branching
-    top, ids = jax.lax.top_k(jnp.where(jnp.isnan(logits), _WORST, logits), plan.branching)
-    log_q = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    top, ids, log_total = best(logits, plan.branching, _WORST, kernels)
+    log_q = top - log_total[..., None]
     # A broken draft must still give a tree: each node after its parent, no NaN in the order.
     log_q = jnp.clip(jnp.where(jnp.isnan(log_q), _WORST, log_q), _WORST, 0.0)
     believed = log_q if judge is None else judge(log_q, depth)

@@ -24,7 +24,8 @@ _MATMULS = {
 }  # fmt: skip
 _EXPERTS = {kind: name.replace("matmul", "experts") for kind, name in _MATMULS.items()}
 _TREE_ATTENTION, _TREE_DELTA_NET = "gdn_tree_attention", "gdn_tree_delta_net"
-_COMMIT_STATE, _RMS_NORM, _PEAK = "gdn_commit_state", "gdn_rms_norm", "gdn_peak"
+_COMMIT_STATE, _RMS_NORM = "gdn_commit_state", "gdn_rms_norm"
+_PEAK, _BEST = "gdn_peak", "gdn_best"
 _LANES = 16  # numbers in the widest vector; a head that is a multiple suits all processors
 
 
@@ -54,7 +55,7 @@ def version() -> str:
 def _functions(library: Path) -> dict[str, Any]:
     loaded = ctypes.cdll.LoadLibrary(str(library))
     names = (*_MATMULS.values(), *_EXPERTS.values(), _TREE_ATTENTION, _TREE_DELTA_NET)
-    names += (_COMMIT_STATE, _RMS_NORM, _PEAK)
+    names += (_COMMIT_STATE, _RMS_NORM, _PEAK, _BEST)
     return {name: getattr(loaded, name) for name in names}
 
 
@@ -166,6 +167,26 @@ def peak(logits: Float[Array, "R V"]) -> tuple[Int[Array, " R"], Float[Array, " 
     results = [jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)]
     place, log_total = jax.ffi.ffi_call(_PEAK, results)(logits.astype(jnp.float32))
     return place, log_total
+
+
+def best(
+    logits: Float[Array, "*batch V"], count: int, worst: float
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"], Float[Array, "*batch"]]:
+    """Return the `count` greatest of each row, falling, where they are, and what `peak` adds up.
+
+    As `jax.lax.top_k` orders them, which takes five times as long for 32,000 entries.
+
+    Args:
+      worst: what counts in place of NaN.
+    """
+    _require()
+    rows = logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
+    shape = (len(rows), count)
+    kinds = [(shape, jnp.float32), (shape, jnp.int32), (shape[:1], jnp.float32)]
+    results = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
+    found = jax.ffi.ffi_call(_BEST, results)(rows, worst=np.float32(worst))
+    values, places, log_total = (x.reshape(*logits.shape[:-1], *x.shape[1:]) for x in found)
+    return values, places, log_total
 
 
 def has_heads_of(*sizes: int) -> bool:

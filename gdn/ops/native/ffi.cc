@@ -365,6 +365,25 @@ ffi::Error find_peaks(ffi::ThreadPool pool, Floats x, ffi::ResultBuffer<ffi::S32
   return ffi::Error::Success();
 }
 
+// x [R, V]; values, places [R, count]; log_total [R].
+ffi::Error find_best(ffi::ThreadPool pool, Floats x, ffi::ResultBuffer<ffi::F32> values,
+                     ffi::ResultBuffer<ffi::S32> places, ffi::ResultBuffer<ffi::F32> log_total,
+                     float worst) {
+  const auto xs = x.dimensions(), found = values->dimensions();
+  if (xs.size() != 2 || found.size() != 2 || found[1] < 1 || found[1] > xs[1] ||
+      found[0] != xs[0] || !has_shape(places->dimensions(), {xs[0], found[1]}) ||
+      !has_shape(log_total->dimensions(), {xs[0]}))
+    return ffi::Error::InvalidArgument("native best: shapes do not fit together");
+  const bool is_small = xs[0] * xs[1] < kSmall / 8;
+  const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
+  run_tasks(pool, threads, xs[0], [&](int64_t row) {
+    log_total->typed_data()[row] = gdn::best_of(
+        x.typed_data() + row * xs[1], xs[1], found[1], worst,
+        values->typed_data() + row * found[1], places->typed_data() + row * found[1]);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_matmul_float32, (multiply<gdn::Float32, ffi::F32>),
@@ -463,3 +482,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_peak, find_peaks,
                                   .Arg<Floats>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<Floats>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(gdn_best, find_best,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<Floats>()
+                                  .Attr<float>("worst"));
