@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from jax.errors import JaxRuntimeError
+
 from eagle3.cli.arguments import parse
 from eagle3.cli.batch import run_batch
 from eagle3.cli.chat import run_chat
@@ -20,7 +22,7 @@ from eagle3.cli.engine import build
 from eagle3.cli.single import run_single
 from eagle3.cli.trace import run_trace
 from eagle3.dry_run import pretend_devices, tell
-from eagle3.machine import keep_compiled_programs
+from eagle3.machine import is_out_of_memory, keep_compiled_programs
 from eagle3.sharding import on_mesh
 
 
@@ -59,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(argv)
     except ValueError as error:
         print(f"decode.py: {error}", file=sys.stderr)
+        return 2
+    except JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = "lower batch_size, max_new_tokens or prefill_chunk, or take dtype=bfloat16"
+        print(f"decode.py: the device has too little memory: {advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from jax.errors import JaxRuntimeError
+
 from eagle3.config import ConfigError
 from eagle3.config_reader import OneLineParser, read_stages
 from eagle3.dry_run import pretend_devices, tell
+from eagle3.machine import is_out_of_memory
 from eagle3.processes import end, is_first, join
 from eagle3.training.config import TrainConfig
 from eagle3.training.dry_run import plan_stages
@@ -24,6 +27,7 @@ from eagle3.training.trainer import train
 def run(argv: Sequence[str]) -> None:
     """Read the command line and train what it says."""
     parser = OneLineParser(description=__doc__)
+    parser.add_dry_run()
     parser.add_argument("--only", metavar="STAGE", help="run one stage of a file that has several")
     add = parser.add_argument
     add("--coordinator", metavar="HOST:PORT", help="of several processes: where the first is; auto")
@@ -77,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(argv)
     except ValueError as error:
         print(f"train.py: {error}", file=sys.stderr)
+        return end(2)
+    except JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = "lower data.batch_size and raise accumulate, lower data.length, or take bfloat16"
+        print(f"train.py: the device has too little memory: {advice}", file=sys.stderr)
         return end(2)
     except OSError as error:
         print(f"train.py: {error}; checkpoints that were there are whole", file=sys.stderr)

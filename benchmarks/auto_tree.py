@@ -13,6 +13,7 @@ costs say its rounds take. `key=value` arguments are those of `decode.py`, such 
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from flax import nnx
 
 from eagle3.cli.engine import Engine, build
 from eagle3.cli.rows import read_rows
-from eagle3.config import DecodeConfig
+from eagle3.config import DecodeConfig, TreeConfig
 from eagle3.config_reader import read_config
 from eagle3.decoding.auto import AutoDrafter
 from eagle3.decoding.costs import Costs
@@ -72,12 +73,17 @@ def small_engine(overrides: Sequence[str]) -> tuple[Engine, dict[str, list[Reque
 
 
 def modelled_seconds(session: Session, plan: TreePlan | None, costs: Costs, rounds: int) -> float:
-    """Return what the costs say of so many rounds of a setting; `plan` None: plain."""
+    """Return what the costs say of so many rounds of a setting; `plan` None: plain.
+
+    NaN where they say nothing: of a tree larger than all that were measured.
+    """
     if session.chosen is not None:
         return session.chosen.seconds
     known = dict(costs.rounds)
     if plan is None:
         return rounds * known[1]
+    if plan.size > max(known):
+        return math.nan
     nodes = np.interp(plan.size, list(known), list(known.values()))
     passes = (plan.depth - 1) * costs.levels[0 if plan.width == 1 else 1]
     return rounds * (float(nodes) + passes + costs.absorb)
@@ -137,7 +143,9 @@ def report(name: str, runs: dict[str, list[Run]], as_json: bool) -> None:
     modelled = {
         n: statistics.median(r.tokens / r.modelled for r in found) for n, found in runs.items()
     }
-    best, best_modelled = (max(x[n] for n in FIXED if n in x) for x in (speed, modelled))
+    best, best_modelled = (
+        max(x[n] for n in FIXED if n in x and not math.isnan(x[n])) for x in (speed, modelled)
+    )
     ratios = {
         "auto / best fixed": speed["auto"] / best,
         "auto / plain": speed["auto"] / speed["plain"],
@@ -178,6 +186,8 @@ def main() -> None:
         engine, files = small_engine(overrides)
     elif args.target and args.draft and args.prompts:
         config = read_config(DecodeConfig, None, overrides, target=args.target, draft=args.draft)
+        if config.tree.top_k != TreeConfig.top_k:
+            raise SystemExit("the grid's trees are as wide as usual: leave tree.top_k away")
         engine = build(config)
         files = {path: [row.request for row in read_rows(path, engine)] for path in args.prompts}
     else:

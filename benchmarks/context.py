@@ -40,7 +40,7 @@ from eagle3.generated import generated_target
 from gdn import Cache, HybridLM, TargetConfig, init_cache
 from gdn.config import LINEAR_SIZES
 from gdn.ops import native
-from gdn.packing import DTYPES, Packer
+from gdn.packing import DTYPES, Packer, finish
 
 NAMES = ("hybrid", "attention")
 LABELS = ("hybrid, 3 of 4 layers DeltaNet", "attention only")
@@ -81,7 +81,7 @@ def make_sides(shape: GeneratedTarget, dtype: str) -> dict[str, Side]:
     hybrid = generated_target(shape, packer.load_dtype)
     cfg = attention_only(hybrid.cfg)
     full = HybridLM(cfg, dtype=packer.load_dtype, rngs=nnx.Rngs(shape.seed))
-    packer.finish([hybrid, full])
+    finish((hybrid, packer), (full, packer))
     limits = Limits(jnp.full((1, 1), -1, jnp.int32), jnp.array([2**30], jnp.int32))
     requests = Requests(batch_sampling([SamplingParams()], [[0]], cfg.vocab_size), limits)
     sides = {}

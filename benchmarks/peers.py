@@ -59,6 +59,7 @@ from engines import (
 from peers_report import report, summary
 
 LENGTHS = (512, 4096)  # of prompts to the first token
+NOT_SET = ("dtype", "sampling", "stop", "ignore_eos", "max_new_tokens")  # by key=value
 SLOW = 60.0  # seconds: what takes longer is not done a second time
 AGREEMENT = 1e-4  # largest difference of float32 logits, over the largest logit
 GGUF_KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
@@ -183,20 +184,32 @@ def missing(cfg) -> dict[str, str]:
 
 
 def read_prompts(paths: Sequence[str], target: str, vocab: int, limit: int, most: int):
-    """Return (file, token ids) of the first rows of each file, cut to their last `most` tokens."""
+    """Return (file, token ids) of the first rows of each file, cut to their last `most` tokens.
+
+    Raises:
+      SystemExit: a row cannot be read.
+    """
     from eagle3.chat_template import ChatTemplate
+    from eagle3.cli.rows import row_problem
     from eagle3.text import load_tokenizer
 
     tokenizer, prompts = load_tokenizer(target, vocab), []
     for path in paths:
-        lines = [line for line in Path(path).read_text().split("\n") if line.strip()]
-        for row in map(json.loads, lines[:limit]):
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        for line in [line for line in lines if line.strip()][:limit]:
+            try:
+                row = json.loads(line)
+                problem = row_problem(row)
+            except ValueError as error:
+                problem = f"not JSON: {error}"
+            if problem is not None:
+                raise SystemExit(f"{path}: {problem}")
             if "messages" in row:
                 text = ChatTemplate.load(target).render(row["messages"])
                 ids = tokenizer.encode(text, special=False)
             else:
                 ids = tokenizer.encode(row["prompt"])
-            prompts.append((Path(path).name, ids[-most:]))
+            prompts.append((path, ids[-most:]))
     return prompts
 
 
@@ -256,6 +269,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
+    fixed = [x for x in args.overrides if x.split("=")[0].split(".")[0] in NOT_SET]
+    if fixed:
+        parser.error(f"{fixed[0]}: precision is set by --dtypes, and all decode greedily")
     if (args.draft or args.prompts) and not args.target:
         parser.error("--draft and --prompts need --target")
     is_small = not (args.target or args.large)

@@ -34,7 +34,7 @@ from eagle3.training.data.dataset import open_datasets
 from eagle3.training.data.masking import Masker
 from gdn import load_pretrained
 from gdn.ops import native
-from gdn.packing import DTYPES, Packer
+from gdn.packing import DTYPES, Packer, finish
 
 
 class Read(NamedTuple):
@@ -111,7 +111,7 @@ def main() -> None:
             model = load_pretrained(Path(args.target), packer.load_dtype, packer)
             if windows is None:
                 windows = held_out(args.target, model.cfg.vocab_size, args)
-        packer.finish([model])
+        finish((model, packer))
         found[dtype] = read(model, windows)
         del model
     first = found["float32"]

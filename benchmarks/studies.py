@@ -76,6 +76,8 @@ def with_answers(config: TrainConfig) -> TrainConfig:
     """
     if config.task != "draft" or config.target is None:
         raise ConfigError("the configuration trains no draft: give one with task: draft")
+    if not config.eval.prompts:
+        raise ConfigError("eval.prompts is 0: drafts are compared by what they bring on prompts")
     if not config.regenerate.rows:
         return config
     vocab_size = TargetConfig.from_hf(config.target).vocab_size
@@ -284,12 +286,12 @@ def run(argv: Sequence[str] | None) -> int:
     if args.config is None:
         with tempfile.TemporaryDirectory() as folder:
             config = small(Path(folder))
-            whole = [study(kind, config, Path(folder)) for kind in STUDIES]
-        return 0 if all(whole) else 130
+            is_whole = all(study(kind, config, Path(folder)) for kind in STUDIES)
+        return 0 if is_whole else 130
     stages = read_stages(TrainConfig, args.config, args.settings, args.only)
     config = list(stages.values())[-1]
-    whole = [study(kind, config, Path(args.out)) for kind in args.studies]
-    return 0 if all(whole) else 130
+    is_whole = all(study(kind, config, Path(args.out)) for kind in args.studies)
+    return 0 if is_whole else 130  # after a stop, the others wait as well
 
 
 def _say(text: str) -> None:

@@ -16,12 +16,13 @@ import argparse
 import dataclasses
 import json
 import multiprocessing as mp
-import resource
 import statistics
 import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+
+from engines import peak_memory
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT, NEW_TOKENS, PROMPT = 64, 24, 1024
@@ -79,11 +80,11 @@ class Ours:
         from flax import nnx
 
         from gdn import chain_tree, commit, init_cache, load_pretrained
-        from gdn.packing import Packer
+        from gdn.packing import Packer, finish
 
         packer = Packer(dtype, self.native)
         model = load_pretrained(directory, packer.load_dtype, packer)
-        packer.finish([model])
+        finish((model, packer))
         graphdef, params = nnx.split(model)
         self.params, self.jax, self.jnp = nnx.to_pure_dict(params), jax, jnp
         kept = model.embed_tokens[...].dtype
@@ -245,7 +246,7 @@ def work(connection, engine, directory, dtype):
         while (task := connection.recv()) is not None:
             name, *args = task
             connection.send(getattr(worker, name)(*args))
-        connection.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        connection.send(peak_memory())
     except Exception as error:
         connection.send(error)
         raise

@@ -193,6 +193,7 @@ class DecodeConfig:
     stop: Any = field(default_factory=list)  # text, or list of texts, that an answer ends before
     ignore_eos: bool = False  # go on after an end-of-text token
     dtype: str = "float32"  # of the weights: float32, bfloat16 or int8 (one scale an output)
+    draft_dtype: str | None = None  # of the draft's; null: int8 with native kernels, else `dtype`
     native: Any = "auto"  # kernels compiled for this CPU, if it can be done: auto or off
     # Refuse to decode where speculation is the same as plain decoding only up to rounding.
     deterministic: bool = False
@@ -213,8 +214,10 @@ class DecodeConfig:
         for name in ("max_new_tokens", "batch_size", "stream_every", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}, it must be one of {', '.join(DTYPES)}")
+        for name in ("dtype", "draft_dtype"):
+            value = getattr(self, name)
+            if value not in DTYPES and not (name == "draft_dtype" and value is None):
+                raise ConfigError(f"{name} is {value!r}, it must be one of {', '.join(DTYPES)}")
         if self.native not in ("auto", "off", False):  # YAML reads off as false
             raise ConfigError(f"native is {self.native!r}, it must be auto or off")
         if self.method not in (None, "eagle3", "autoregressive"):
@@ -223,8 +226,11 @@ class DecodeConfig:
             )
         self.mesh.check_rows("batch_size", self.batch_size)
         if self.mesh.size > 1:
-            if self.dtype == "int8":
-                raise ConfigError("dtype int8 is for one device: take bfloat16, or leave mesh away")
+            for name in ("dtype", "draft_dtype"):
+                if getattr(self, name) == "int8":
+                    raise ConfigError(
+                        f"{name} int8 is for one device: take bfloat16, or leave mesh away"
+                    )
             if self.tree.kind == "auto" and self.draft is not None:
                 raise ConfigError(
                     "tree.kind auto measures one device: take dynamic, or leave mesh away"

@@ -27,13 +27,16 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
         self.add_argument("--config", metavar="FILE", help="YAML: what differs from the defaults")
         self.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="such as generated.seed=3"
+        )
+
+    def add_dry_run(self) -> None:
+        """Add the flags of a command that can say what it would take."""
+        self.add_argument(
             "--dry-run", action="store_true", help="say what it would take, without weights"
         )
         self.add_argument(
             "--device-memory", metavar="SIZE", help="of a dry run: does it fit, such as 80GiB"
-        )
-        self.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="such as generated.seed=3"
         )
 
     def error(self, message: str) -> NoReturn:
@@ -80,7 +83,8 @@ def read_stages(
         common = OmegaConf.masked_copy(file, [k for k in file if k != "stages"]) if stages else file
     if stages and not OmegaConf.is_dict(stages):
         raise ConfigError(f"{path}: stages must be a mapping of names to settings")
-    names = [str(name) for name in stages or ()]
+    stages = {str(name): stage for name, stage in (stages or {}).items()}  # YAML has integers, too
+    names = list(stages)
     there = f"There are: {', '.join(names)}" if names else "There are none"
     own = [o for o in overrides if o.startswith("stages.")]
     short = [o for o in own if o.split("=")[0].count(".") < 2]

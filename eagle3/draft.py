@@ -108,7 +108,7 @@ class Eagle3Draft(nnx.Module):
         if self.cfg.norm_before_fc:
             joined = self.input_norm(joined)
         g = constrain(linear(joined, self.fc[...]), ROWS, None, None)
-        return g + self.fc_bias[...] if self.cfg.fc_bias else g
+        return (g + self.fc_bias[...]).astype(g.dtype) if self.cfg.fc_bias else g
 
     def layer(
         self,

@@ -112,8 +112,8 @@ def _contradictions(cfg: DraftConfig) -> list[str]:
         if not (isinstance(values[name], float) and 0 < values[name] < math.inf):
             problems.append(f"{name}: found {values[name]!r}, expected a positive finite float")
     layers = cfg.aux_layers
-    if not layers or not all(is_int(k, 0) for k in layers) or len(set(layers)) < len(layers):
-        problems.append(f"aux_layers: found {layers!r}, expected distinct layer numbers, 0 or more")
+    if not layers or not all(is_int(k, 0) for k in layers) or list(layers) != sorted(set(layers)):
+        problems.append(f"aux_layers: found {layers!r}, expected ascending layer numbers from 0 on")
     if not bad:
         if cfg.num_attention_heads % cfg.num_key_value_heads:
             problems.append(

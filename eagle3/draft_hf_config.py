@@ -17,6 +17,12 @@ from gdn.config import is_int
 from gdn.hf_config import rope_sections
 
 LAYOUTS = ("sglang", "vllm", "speculators")
+# What the readers of a layout do not compute.
+_LACKING = {
+    "sglang": ("qk_norm", "norm_before_fc", "norm_before_residual"),
+    "vllm": ("qk_norm", "fc_bias"),
+    "speculators": ("fc_bias", "a hidden_size other than the target's"),
+}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -323,3 +329,18 @@ def _speculators(layer: dict, target_name: str | None) -> dict:
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
     }
+
+
+def layout_problems(cfg: DraftConfig, layout: str, target_name: str | None) -> list[str]:
+    """List what the readers of `layout` would not compute, and what else they lack."""
+    used = {name for name, value in vars(cfg).items() if value is True}
+    if cfg.hidden_size != cfg.target_hidden_size:
+        used.add("a hidden_size other than the target's")
+    problems = []
+    if lacking := [name for name in _LACKING[layout] if name in used]:
+        able = [other for other in LAYOUTS if not used & set(_LACKING[other])]
+        advice = f"save as {' or '.join(map(repr, able))}" if able else "no layout has them all"
+        problems.append(f"its readers do not compute {', '.join(lacking)}; {advice}")
+    if layout == "speculators" and not target_name:
+        problems.append("its readers find the target by name; give target_name")
+    return problems

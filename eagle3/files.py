@@ -9,10 +9,13 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, in place of one that is there."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text, encoding="utf-8", newline="\n")
-    partial.replace(path)
+    """Write a text file in UTF-8, in place of one that is there; two at once do not meet."""
+    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}.tmp")
+    try:
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def why_not_writable(path: Path) -> str | None:

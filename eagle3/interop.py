@@ -19,7 +19,7 @@ from flax import nnx
 
 from eagle3.draft import Eagle3Draft, Table, vocabulary_problems
 from eagle3.draft_config import DraftConfig
-from eagle3.draft_hf_config import LAYER_IDS, LAYOUTS, read_fields, write_config
+from eagle3.draft_hf_config import LAYER_IDS, LAYOUTS, layout_problems, read_fields, write_config
 from gdn import HybridLM, TargetConfig
 from gdn.config import raise_problems, unknown_name
 from gdn.hf_config import read_json
@@ -42,13 +42,6 @@ _LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_h
 # Rotary tables, and copies of the target's head and norm: nothing of these is the draft's.
 _SKIPPED = re.compile(r".*\brotary_emb\.inv_freq$|verifier_(lm_head|norm)\.weight$")
 _FLOATS = ("F32", "BF16", "F16")
-
-# What the readers of a layout do not compute.
-_LACKING = {
-    "sglang": ("qk_norm", "norm_before_fc", "norm_before_residual"),
-    "vllm": ("qk_norm", "fc_bias"),
-    "speculators": ("fc_bias", "a hidden_size other than the target's"),
-}
 
 
 def load_draft(directory: str | Path, target: HybridLM, dtype=None) -> Eagle3Draft:
@@ -329,7 +322,7 @@ def save_draft(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: {unknown_name(layout, LAYOUTS)}")
-    if problems := _inexpressible(draft.cfg, layout, target_name):
+    if problems := layout_problems(draft.cfg, layout, target_name):
         raise_problems(f"layout {layout!r}", problems)
     cfg, prefix = draft.cfg, "layers.0." if layout == "speculators" else "midlayer."
     is_own = getattr(draft.embed_tokens, "is_own", False)
@@ -354,18 +347,3 @@ def _file_name(path: str, prefix: str) -> str:
     """Return the name in a file of a parameter."""
     layer, outer = ({known: name for name, known in names.items()} for names in (_LAYER, _OUTER))
     return prefix + layer[path] if path in layer else outer.get(path, path)  # fc_norm: the same
-
-
-def _inexpressible(cfg: DraftConfig, layout: str, target_name: str | None) -> list[str]:
-    """List what the readers of `layout` would not compute, and what else they lack."""
-    used = {name for name, value in vars(cfg).items() if value is True}
-    if cfg.hidden_size != cfg.target_hidden_size:
-        used.add("a hidden_size other than the target's")
-    problems = []
-    if lacking := [name for name in _LACKING[layout] if name in used]:
-        able = [other for other in LAYOUTS if not used & set(_LACKING[other])]
-        advice = f"save as {' or '.join(map(repr, able))}" if able else "no layout has them all"
-        problems.append(f"its readers do not compute {', '.join(lacking)}; {advice}")
-    if layout == "speculators" and not target_name:
-        problems.append("its readers find the target by name; give target_name")
-    return problems

@@ -43,6 +43,11 @@ def processor() -> str:
     return f"{name} {digest(fields.get('flags') or fields.get('Features', ''))[:8]}"
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether a device could not hold what it was asked to."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def keep_compiled_programs() -> None:
     """Let the next run find what this one compiles, unless JAX was told where to keep it.
 

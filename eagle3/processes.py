@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eagle3.config import ConfigError
+from eagle3.machine import is_out_of_memory
 from gdn.sharding import AXES
 
 AUTO = "auto"  # in place of a coordinator: ask the cluster
@@ -135,7 +136,7 @@ def ending_together() -> Iterator[None]:
             raise
         which = f"process {jax.process_index()} of {jax.process_count()}"
         text = " ".join(str(error).split())
-        is_lost = isinstance(error, jax.errors.JaxRuntimeError) and "EXHAUSTED" not in text
+        is_lost = isinstance(error, jax.errors.JaxRuntimeError) and not is_out_of_memory(error)
         if is_lost:
             text = (
                 f"cannot go on, most likely because another one has ended ({text}); start all of"

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
 from eagle3.config import ConfigError
+from gdn.config import is_int
+from gdn.hf_config import read_json
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no UTF-8
 _WINDOW, _OVERLAP = 48, 12  # tokens decoded again for each new one, at most and at least
@@ -68,6 +70,10 @@ class FileTokenizer:
         """Return the text; `special` keeps the special tokens in it."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text; None if there is none."""
+        return self._backend.token_to_id(token)
+
     def is_byte(self, token: int) -> bool:
         """Tell a byte-fallback token, `<0xE2>`; if one of a run is broken, all of it is."""
         return re.fullmatch("<0x[0-9A-F]{2}>", self._backend.id_to_token(token) or "") is not None
@@ -92,10 +98,57 @@ def load_tokenizer(directory: str | None, vocab_size: int) -> Tokenizer:
     Raises:
       ConfigError: there is none, or it cannot be used.
     """
+    if directory is None and vocab_size != 256:
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} needs the directory of a target, for its tokenizer; only"
+            " the 256 bytes need none: leave generated.vocab_size at 256"
+        )
     path = None if directory is None else Path(directory) / "tokenizer.json"
     if path is None or (vocab_size == 256 and not path.exists()):
         return ByteTokenizer()
     return FileTokenizer(path)
+
+
+def end_ids(directory: str | Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that a checkpoint's files say end a text; the first one is config.json's.
+
+    Chat models often end turns with a token that only generation_config.json has, or only
+    tokenizer_config.json, by its text.
+
+    Raises:
+      ConfigError: a file cannot be used.
+    """
+    ids: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        path = Path(directory) / name
+        config = read_object(path)
+        inner = config.get("text_config")
+        value = inner.get("eos_token_id") if isinstance(inner, dict) else None
+        value = config.get("eos_token_id") if value is None else value
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(is_int(token, 0, vocab_size) for token in listed):
+            raise ConfigError(
+                f"{path}: eos_token_id is {value!r}, it must be token ids in 0..{vocab_size - 1}"
+            )
+        ids += listed
+    token = read_object(Path(directory) / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if isinstance(tokenizer, FileTokenizer) and isinstance(text, str):
+        found = tokenizer.id_of(text)
+        ids += [] if found is None or found >= vocab_size else [found]
+    return tuple(dict.fromkeys(ids))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return what a JSON file says; nothing if it is not there.
+
+    Raises:
+      ConfigError: it cannot be read, or holds no JSON object.
+    """
+    try:
+        return read_json(path) if path.exists() else {}
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 class TextDecoder:

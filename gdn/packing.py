@@ -6,7 +6,6 @@ any of them. Activations are float32 beside either.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -67,7 +66,7 @@ class Packer:
         return None
 
     def __call__(self, path: str, value: jax.Array) -> Parameter:
-        """Convert a parameter as it is loaded; tables wait for `finish`, a draft may want them."""
+        """Convert a parameter as it is loaded; tables wait for `finish`."""
         if self.native and _NORM.match(path):
             return NativeNorm(value.astype(jnp.float32))
         if self.native and _ROUTER.match(path):
@@ -76,22 +75,9 @@ class Packer:
             return self._experts(value)
         return self._matrix(path, value) if _MATRIX.match(path) and value.ndim == 2 else value
 
-    def finish(self, models: Sequence[nnx.Module]) -> None:
-        """Convert in place what is left in models that belong together.
-
-        Arrays that they share stay shared. One array at a time, so that of a model there are never
-        two.
-        """
-        groups: dict[int, list[tuple[str, nnx.Variable]]] = {}
-        for path, variable in (pair for model in models for pair in _variables(model)):
-            if isinstance(variable[...], jax.Array):
-                groups.setdefault(id(variable[...]), []).append((path, variable))
-        for members in groups.values():
-            path, first = members[0]
-            convert = self._matrix if path in _TABLES else self
-            kept = convert(path, first[...])
-            for _, variable in members:
-                variable.set_value(kept)
+    def table(self, path: str, value: jax.Array) -> Parameter:
+        """Convert a parameter when all are loaded, a table as well."""
+        return self._matrix(path, value) if path in _TABLES else self(path, value)
 
     def _matrix(self, path: str, value: jax.Array) -> Parameter:
         dtype = "bfloat16" if self.dtype == "int8" and _GATE.match(path) else self.dtype
@@ -103,6 +89,24 @@ class Packer:
         if self.native:
             return pack_stack(value, self.dtype)
         return quantize_stack(value) if self.dtype == "int8" else value.astype(self.dtype)
+
+
+def finish(*models: tuple[nnx.Module, Packer]) -> None:
+    """Convert in place what is left in models that belong together, each by its own packer.
+
+    Arrays that they share stay shared, as the first wants them. One array at a time, so that of a
+    model there are never two.
+    """
+    groups: dict[int, list[tuple[str, nnx.Variable, Packer]]] = {}
+    for model, packer in models:
+        for path, variable in _variables(model):
+            if isinstance(variable[...], jax.Array):
+                groups.setdefault(id(variable[...]), []).append((path, variable, packer))
+    for members in groups.values():
+        path, first, packer = members[0]
+        kept = packer.table(path, first[...])
+        for _, variable, _ in members:
+            variable.set_value(kept)
 
 
 def _variables(model: nnx.Module) -> list[tuple[str, nnx.Variable]]:

@@ -6,6 +6,7 @@ Costs are made up. They are arrays to the compiled loop, so one compilation serv
 import itertools
 import json
 import logging
+import math
 from typing import Any
 
 import jax
@@ -439,7 +440,18 @@ def test_a_text_that_outgrows_its_caches_does_not_wait_for_measurements(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"fingerprint": 1}', "[" * 100_000, b"\xff", "no seconds", "negative"],
+    [
+        "",
+        "{",
+        "[]",
+        '{"fingerprint": 1}',
+        "[" * 100_000,
+        b"\xff",
+        "no seconds",
+        "negative",
+        "infinite",
+        "odd",
+    ],
 )
 def test_a_file_that_is_broken_or_foreign_is_measured_anew_with_one_line(
     hybrid, fitted_for, tmp_path, caplog, content
@@ -449,9 +461,14 @@ def test_a_file_that_is_broken_or_foreign_is_measured_anew_with_one_line(
     (path,) = tmp_path.iterdir()
     good = path.read_bytes()
     value = json.loads(good)
-    if content in ("no seconds", "negative"):
-        value["rounds"] = [[1, "x"]] if content == "no seconds" else [[1, -1.0], [2, 1.0]]
-        content = json.dumps(value)
+    rounds: dict[Any, list] = {
+        "no seconds": [[1, "x"]],
+        "negative": [[1, -1.0], [2, 1.0]],
+        "infinite": [[1, 1.0], [math.inf, 1.0]],
+        "odd": [[1, 1.0], [7777, 1.0]],  # a size that no round has
+    }
+    if content in rounds:
+        content = json.dumps(value | {"rounds": rounds[content]})
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with caplog.at_level(logging.WARNING):
         CostBook(measure, folder=tmp_path).costs(hybrid, draft, 1, 256)

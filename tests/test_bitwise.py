@@ -14,7 +14,7 @@ from eagle3.cli.engine import build
 from eagle3.config import ConfigError, DecodeConfig
 from gdn import commit, init_cache, save_pretrained, tree_from_parents
 from gdn.ops import native
-from gdn.packing import Packer
+from gdn.packing import Packer, finish
 
 # Heads as the kernels take them, and a head size that fills no vector of any processor alone.
 WIDE = dataclasses.replace(HYBRID, linear_key_head_dim=16, linear_value_head_dim=48)
@@ -60,7 +60,7 @@ def plainly(run, cache, tokens, counts):
 )
 def test_every_node_has_the_bits_of_plain_decoding_and_so_has_the_cache(cfg, dtype):
     packer, model = Packer(dtype, native=True), random_model(cfg)
-    packer.finish([model])
+    finish((model, packer))
     assert packer.bitwise_problem(cfg) is None
     graph, params = nnx.split(model)
     run = partial(step, graph, nnx.to_pure_dict(params))

@@ -12,12 +12,14 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from helpers import forward
+from jax.errors import JaxRuntimeError
 from tokenizers import Tokenizer, models
 
 import decode
@@ -40,6 +42,7 @@ from eagle3.generated import generated_target
 from eagle3.interop import save_draft
 from eagle3.text import ByteTokenizer
 from gdn import load_pretrained, save_pretrained
+from gdn.ops import native
 
 NEW = 12
 BIAS = f"sampling.logit_bias={ {ord(letter): 30 for letter in 'abcdefgh'} }"
@@ -161,6 +164,7 @@ def test_a_prompt_is_taken_as_it_is_whatever_yaml_would_make_of_it(override, pro
         ("max_new_tokens=0", "max_new_tokens is 0"),
         ("max_new_tokens=many", "max_new_tokens"),
         ("dtype=int3", "it must be one of float32, bfloat16, int8"),
+        ("draft_dtype=int4", "draft_dtype is 'int4', it must be one of float32, bfloat16, int8"),
         ("native=on", "native is True, it must be auto or off"),
         ("promt=x", "Did you mean: 'prompt'"),
         ("temperature=1", "Did you mean: 'sampling.temperature'"),
@@ -281,6 +285,53 @@ def test_end_tokens_that_are_none_are_an_error_that_names_the_file(target, tmp_p
         with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is") as error:
             build(config_of(target=str(copy)))
         assert repr(wrong) in str(error.value) and "0..255" in str(error.value)
+
+
+def test_a_token_that_only_the_tokenizers_file_names_ends_texts(target, tmp_path):
+    copy = shutil.copytree(target, tmp_path / "copy")
+    vocabulary = {"<unk>": 0, "a": 1, "<|im_end|>": 7}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.save(str(copy / "tokenizer.json"))
+    (copy / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert 7 in build(config_of(target=str(copy))).eos_ids
+
+
+@pytest.mark.skipif(native.problem() is not None, reason="needs the native kernels")
+def test_a_draft_is_kept_as_small_as_may_be_beside_the_targets_embedding(target, draft):
+    for setting, kind in (("", "int8"), ("draft_dtype=float32", "float32")):
+        settings = [*SETTINGS, setting] if setting else SETTINGS
+        engine = build(config_of(*settings, target=target, draft=draft))
+        drafter: Any = engine.drafter
+        assert drafter.draft.lm_head[...].data.dtype == kind
+        kept = (model.embed_tokens[...] for model in (engine.target, drafter.draft))
+        assert all(x.data.dtype == "float32" for x in kept)
+
+
+def test_a_device_that_is_full_is_one_line_that_says_what_to_lower(run, monkeypatch):
+    def full(self):
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    monkeypatch.setattr(Session, "advance", full)
+    status, _, err = run("--prompt", PROMPT)
+    assert status == 2 and "too little memory: lower batch_size" in err and "Trace" not in err
+
+
+def test_random_targets_of_other_vocabularies_have_no_text(capsys):
+    assert (
+        decode.main(
+            [
+                "--config",
+                "configs/decode.yaml",
+                "draft=null",
+                "target=null",
+                "--prompt",
+                "hi",
+                "generated.vocab_size=512",
+            ]
+        )
+        == 2
+    )
+    assert "leave generated.vocab_size at 256" in capsys.readouterr().err
 
 
 # One prompt

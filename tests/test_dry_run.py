@@ -113,3 +113,6 @@ def test_decoding_with_a_draft_that_is_still_to_be_trained_is_planned(tmp_path, 
     told = capsys.readouterr().out
     assert "8 rows of 64 tokens" in told and "round of 8 nodes a row" in told
     assert "GiB: fits" in told
+    adapts = ["tree.kind=auto", "tree.max_nodes=6", "tree.max_depth=3"]
+    assert decode.main(["--config", str(path), "--dry-run", *adapts]) == 0
+    assert "round of 6 nodes a row" in capsys.readouterr().out

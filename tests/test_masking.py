@@ -353,8 +353,15 @@ def test_a_beginning_token_is_given_and_not_trained_on(tokenizer):
     assert isinstance(example, Example)
     assert example.tokens[0] == bos and example.tokens.tolist().count(bos) == 1
     assert not example.mask[0] and example.mask[1:].all()
+    assert with_bos.encode(with_bos.prompt_of(example.tokens.tolist())) == example.tokens.tolist()
     (example,) = examples(with_bos, HEADERS, CHATS[0])
     assert example.tokens.tolist().count(bos) == 1  # the template's, not one more
+
+
+def test_the_prompt_of_tokens_that_end_within_a_character_ends_before_it():
+    letters = TrainingTokenizer(ByteTokenizer())
+    assert letters.prompt_of(list("né".encode())) == "né"
+    assert letters.prompt_of(list("né".encode()[:-1])) == "n"
 
 
 def test_without_a_template_a_prompt_is_continued_and_a_conversation_is_an_error(tokenizer):
@@ -388,7 +395,7 @@ def test_tokenizer_template_and_ends_come_from_the_directory_of_the_target(tmp_p
     (example,) = masker.encode(masker.mark(CHATS[0]))
     assert answers(tokenizer, example) == ["It is noon.<|end|>"]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 400}))
-    with pytest.raises(ConfigError, match="names 400 as eos_token_id"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is 400"):
         Masker.load(folder, 400)
 
 

@@ -26,7 +26,7 @@ from eagle3.draft import draft_for
 from gdn import load_pretrained, save_pretrained
 from gdn.ops import native
 from gdn.ops.packed import PackedWeight
-from gdn.packing import DTYPES, Packer
+from gdn.packing import DTYPES, Packer, finish
 
 KINDS = [(dtype, native) for dtype in DTYPES for native in (True, False)]
 # Of the logits, in norm. A weight loses 2^-9 in bfloat16, and half of 1/127 of its row's largest in
@@ -48,7 +48,7 @@ def packed_pair(packer: Packer):
     draft = draft_for(
         target, draft_config(target.cfg, draft_vocab_size=len(ids)), ids, rngs=nnx.Rngs(0)
     )
-    packer.finish([target, draft])
+    finish((target, packer), (draft, packer))
     return target, draft
 
 
@@ -57,7 +57,7 @@ def test_logits_are_those_of_the_plain_model_up_to_the_precision(packer, cfg):
     tokens = jnp.array([PROMPTS[0][:9]])
     model = random_model(cfg)
     wanted = model.logits(model(tokens).hidden)
-    packer.finish([model])
+    finish((model, packer))
     found = model.logits(model(tokens).hidden)
     # A mixture multiplies what experts say, rounded, with their shares, rounded.
     tolerance = TOLERANCE[packer.dtype] * (1.5 if any(cfg.moe_layers) else 1)
@@ -67,9 +67,9 @@ def test_logits_are_those_of_the_plain_model_up_to_the_precision(packer, cfg):
 def test_converting_while_loading_is_converting_afterwards(packer, tmp_path):
     model = random_model(QWEN3_NEXT)
     save_pretrained(model, tmp_path)
-    packer.finish([model])
+    finish((model, packer))
     loaded = load_pretrained(tmp_path, jnp.float32, packer)
-    packer.finish([loaded])
+    finish((loaded, packer))
     pairs = zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(loaded)), strict=True)
     for expected, actual in pairs:
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
@@ -85,7 +85,7 @@ def test_an_embedding_that_models_share_stays_shared(packer):
 @pytest.mark.parametrize("packer", KINDS[2::2] + KINDS[5:], indirect=True)
 def test_speculation_says_what_plain_decoding_of_the_packed_model_says(packer, hybrid, fitted_for):
     target, draft = nnx.clone(hybrid), nnx.clone(fitted_for(hybrid))
-    packer.finish([target, draft])
+    finish((target, packer), (draft, packer))
     sampling = SamplingParams(temperature=0.8, seed=7)
     requests = greedy_requests(24, PROMPTS[:2])
     requests += [Request(prompt=p, max_new_tokens=24, sampling=sampling) for p in PROMPTS[:2]]
@@ -102,6 +102,6 @@ def test_the_kernels_and_xla_agree_about_int8():
     for is_native in (True, False):
         model = random_model(HYBRID)
         # Gates are bfloat16 in both, with float32 activations.
-        Packer("int8", is_native).finish([model])
+        finish((model, Packer("int8", is_native)))
         found.append(float32(model.logits(model(tokens).hidden)))
     assert relative_error(*found) < 2e-2  # a value at the border of two steps may take either

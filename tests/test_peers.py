@@ -111,6 +111,17 @@ def test_the_report_compares_with_llama_cpp_and_names_every_engine(capsys):
     assert "logits differ by 2.0e-06 of the largest; 40 of 40 tokens" in text
 
 
+def test_prompts_that_cannot_be_read_are_one_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\ufeff{"prompt": "abc"}\r\n\n{"prompt": "defg"}\n')
+    found = peers.read_prompts([str(path)], str(tmp_path), 256, 4, 3)
+    assert found == [(str(path), [*b"abc"]), (str(path), [*b"efg"])]
+    for text, said in (("{", "not JSON"), ('{"text": "a"}', "neither prompt nor messages")):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=said):
+            peers.read_prompts([str(path)], str(tmp_path), 256, 4, 3)
+
+
 def test_tokens_are_the_same_up_to_the_first_difference():
     assert peers_report.same_tokens([1, 2, 3], [1, 2, 3]) == 3
     assert peers_report.same_tokens([1, 2, 3], [1, 5, 3]) == 1

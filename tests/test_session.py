@@ -357,8 +357,8 @@ def test_a_draft_stays_while_no_row_outgrows_it_however_long_another_goes_on(hyb
     assert session._plan_visit([0, 1]) == 8 and session._active is drafter
     assert session._capacity == 32  # not for 16 tokens and 12 more
     session.start([long, dataclasses.replace(short, max_new_tokens=40)])
-    # Three rounds of five tokens fit the shorter row, of the longer one the first ends it.
-    assert session._plan_visit([1]) == 3 and session._active is drafter
+    # Three rounds of five tokens fit the shorter row; the longer one ends before it is too long.
+    assert session._plan_visit([0, 1]) == 3 and session._active is drafter
     session._held[1] += [2] * 14
     session._plan_visit([1])
     assert session._active is not drafter

@@ -136,6 +136,25 @@ def test_a_study_says_what_each_run_left_and_stops_where_one_was_interrupted(
     assert "EAGLE-3.1's norms" in capsys.readouterr().out
 
 
+def test_after_a_stop_the_studies_that_were_named_later_wait(config, tmp_path, monkeypatch):
+    begun = []
+
+    def train(config, report):
+        begun.append(config.out)
+        return False
+
+    monkeypatch.setattr(studies, "train", train)
+    monkeypatch.setattr(studies, "read_stages", lambda *_: {"": config})
+    argv = ["data", "parts", "--config", "any.yaml", "--out", str(tmp_path)]
+    assert studies.main(argv) == 130 and len(begun) == 1
+
+
+def test_drafts_are_not_compared_without_prompts(config):
+    sizes = dataclasses.replace(config.eval, prompts=0)
+    with pytest.raises(ConfigError, match=r"eval\.prompts is 0"):
+        studies.with_answers(dataclasses.replace(config, eval=sizes))
+
+
 def test_answers_are_made_for_drafts_only_and_left_alone_if_none_are_asked_for(config):
     assert studies.with_answers(config) is config
     with pytest.raises(ConfigError, match="trains no draft"):

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 
 import pytest
+from helpers import LLAMA
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import FOX, TINY, overrides, run, text_run, told
 
@@ -12,7 +14,7 @@ import train
 from eagle3.config import ConfigError
 from eagle3.config_reader import read_stages
 from eagle3.text import load_tokenizer
-from eagle3.training.config import TrainConfig
+from eagle3.training.config import DraftShape, TrainConfig
 from eagle3.training.data.bpe import train_bpe
 from eagle3.training.jobs import build_job
 from gdn import load_pretrained
@@ -67,6 +69,10 @@ def test_a_run_that_is_done_is_left_as_it_is(demo, capsys):
     more = ["eval.every=80", "steps=160", "stages.draft.eval.prompts=3"]
     assert run(demo, *more) == 0
     assert "after step 160 of 160" in capsys.readouterr().out
+    assert files == {p: p.stat().st_mtime_ns for p in demo.rglob("*.safetensors")}
+    # Looking less often makes no score another one, and a layout no weights.
+    more = ["eval.every=0", "steps=160", "stages.draft.eval.prompts=3"]
+    assert run(demo, *more, "stages.draft.draft.layout=vllm") == 0
     assert files == {p: p.stat().st_mtime_ns for p in demo.rglob("*.safetensors")}
 
 
@@ -137,6 +143,18 @@ def test_a_bad_value_is_one_line_and_status_two(tmp_path, capsys, override, name
     assert error.startswith("train.py: ") and named in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"qk_norm": True}, "layout 'sglang': its readers do not compute qk_norm; save as"),
+        ({"aux_layers": (1, 0)}, "aux_layers: found (1, 0), expected ascending layer numbers"),
+    ],
+)
+def test_a_draft_that_no_file_could_hold_is_refused_before_it_is_trained(changes, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        DraftShape(**changes).for_target(LLAMA)
+
+
 def test_a_draft_without_its_target_is_one_line_and_status_two(tmp_path, capsys):
     assert run(tmp_path, "--only", "draft") == 2
     assert "is no directory: train or download it first" in capsys.readouterr().err
@@ -147,10 +165,14 @@ def test_training_without_a_configuration_is_one_line_and_status_two(capsys):
     assert capsys.readouterr().err == "train.py: give a configuration: --config FILE\n"
 
 
-def test_one_override_of_a_stage_wins_over_one_for_all():
+def test_one_override_of_a_stage_wins_over_one_for_all(tmp_path):
     own = ["stages.draft.steps=3", "stages.draft.dtype=float32"]
     found = read_stages(TrainConfig, TINY, [*own, "steps=7", "dtype=bfloat16"])
     assert (found["target"].steps, found["draft"].steps) == (7, 3)
     assert (found["target"].dtype, found["draft"].dtype) == ("bfloat16", "float32")
+    path = tmp_path / "numbered.yaml"
+    path.write_text("task: target\nstages: {1: {steps: 3, out: a}, 2: {out: b}}")
+    numbered = read_stages(TrainConfig, str(path), ["stages.2.steps=5"])
+    assert {name: config.steps for name, config in numbered.items()} == {"1": 3, "2": 5}
     with pytest.raises(ConfigError, match="There are: target, draft"):
         read_stages(TrainConfig, TINY, [], "both")

@@ -66,6 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Options, DecodeConfig]:
         " speculatively, with the same text. Settings are key=value, such as tree.depth=6 or"
         " sampling.temperature=0.7; docs/configuration.md lists them.",
     )
+    parser.add_dry_run()
     add = parser.add_argument
     add("--target", metavar="DIR", help="Hugging Face directory of the model")
     add("--draft", metavar="DIR", help="directory of an EAGLE-3 draft for it, in any layout")

@@ -23,7 +23,7 @@ from eagle3.digest import digest, directory_digest
 
 _BEGIN = '{"row": '  # of every line that is written here
 _NO_EFFECT = (  # on any row's answer
-    "prompt", "batch_size", "stream_every", "prefill_chunk", "recalibrate",
+    "prompt", "batch_size", "stream_every", "prefill_chunk", "recalibrate", "draft_dtype",
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What decoding takes; see `eagle3.dry_run`."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def _plan(config: DecodeConfig, cfg: TargetConfig, draft_cfg: DraftConfig | None
     if draft_cfg is not None:
         draft = abstract_draft(draft_cfg, dtype)
         parameters["draft"] = number_of(nnx.state(draft, nnx.Param))
-        models = models[0], make_drafter("eagle3", draft, config.tree.plan())
+        # A tree that adapts is at most as large, and what rounds cost is not known here.
+        plan = dataclasses.replace(config.tree.plan(), adapts=False)
+        models = models[0], make_drafter("eagle3", draft, plan)
     graph, params = split(*models)
     params = placed(params)
     cache = placed(jax.eval_shape(lambda: init_cache(cfg, batch, capacity, dtype)))

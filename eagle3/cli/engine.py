@@ -16,12 +16,10 @@ from eagle3.decoding.session import Session
 from eagle3.generated import generated_target
 from eagle3.interop import load_draft
 from eagle3.sharding import check_shape, place_module
-from eagle3.text import Tokenizer, load_tokenizer
+from eagle3.text import Tokenizer, end_ids, load_tokenizer
 from gdn import HybridLM, TargetConfig, load_pretrained
-from gdn.config import is_int
-from gdn.hf_config import read_json
 from gdn.ops import native
-from gdn.packing import Packer
+from gdn.packing import Packer, finish
 from gdn.sharding import active_mesh
 
 log = logging.getLogger(__name__)
@@ -117,7 +115,7 @@ def build(config: DecodeConfig) -> Engine:
     if config.draft is None:
         method = "autoregressive"
     elif method == "eagle3":
-        draft = load_draft(config.draft, target, dtype)
+        draft = load_draft(config.draft, target, draft_packer(config, packer).load_dtype)
         check_shape(config.mesh, draft.cfg)
         draft = place_module(draft)
     if config.deterministic and (why := packer.bitwise_problem(target.cfg)):
@@ -125,10 +123,16 @@ def build(config: DecodeConfig) -> Engine:
             f"deterministic is on, but the texts of speculative and plain decoding may part where"
             f" two tokens are about as likely: {why}; leave it off to decode all the same"
         )
-    packer.finish([target] if draft is None else [target, draft])
+    if draft is None:
+        finish((target, packer))
+    else:
+        finish((target, packer), (draft, draft_packer(config, packer)))
     drafter = make_drafter(method, draft, config.tree.plan(), config.recalibrate)
     tokenizer = load_tokenizer(config.target, target.cfg.vocab_size)
-    return Engine(config, target, drafter, tokenizer, _eos_ids(config.target, target))
+    ids = target.cfg.eos_token_ids
+    if config.target is not None:
+        ids = end_ids(config.target, tokenizer, target.cfg.vocab_size)
+    return Engine(config, target, drafter, tokenizer, ids)
 
 
 def _packer(config: DecodeConfig) -> Packer:
@@ -143,19 +147,6 @@ def _packer(config: DecodeConfig) -> Packer:
     return Packer(config.dtype, native=why is None)
 
 
-def _eos_ids(directory: str | None, target: HybridLM) -> tuple[int, ...]:
-    """Return what ends a text: as config.json and generation_config.json say, both.
-
-    Chat models often end turns with a token that only the second one lists.
-    """
-    ids, size = list(target.cfg.eos_token_ids), target.cfg.vocab_size
-    path = None if directory is None else Path(directory) / "generation_config.json"
-    if path is not None and path.exists():
-        found = read_json(path).get("eos_token_id")
-        listed = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(is_int(token, 0, size) for token in listed):
-            raise ConfigError(
-                f"{path}: eos_token_id is {found!r}, it must be token ids in 0..{size - 1}"
-            )
-        ids += listed
-    return tuple(sorted(set(ids)))
+def draft_packer(config: DecodeConfig, packer: Packer) -> Packer:
+    """Say how the draft's weights are kept: as small as may be, as no text depends on them."""
+    return Packer(config.draft_dtype or ("int8" if packer.native else config.dtype), packer.native)

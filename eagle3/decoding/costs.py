@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # Fine at first: a chain of two drafts is a tree of three nodes, and on a CPU a fourth costs.
 _SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
+_VERSION = 1  # of how costs are measured; others' are measured anew
 _NOISE = 1.02  # sizes whose costs differ less cost the same
 
 
@@ -82,7 +83,7 @@ class CostBook:
           folder: default: in the user's cache.
         """
         self._measure, self._recalibrate = measure, recalibrate
-        self._folder = cache_folder() / "costs" if folder is None else folder
+        self._folder = _default_folder() if folder is None else folder
         self._known: dict[tuple[int, int], Costs] = {}
 
     def costs(self, target: HybridLM, drafter: Any, batch: int, capacity: int) -> Costs:
@@ -104,7 +105,8 @@ class CostBook:
             )  # fmt: skip
             found = self._known[range_] = self._measure(target, drafter, rows, slots)
             mark = fingerprint(target, drafter, rows, slots)
-            _write(self._path(mark), mark, found)
+            if (path := self._path(mark)) is not None:
+                _write(path, mark, found)
         return found
 
     def known(self, target: HybridLM, drafter: Any, batch: int, capacity: int) -> Costs | None:
@@ -112,13 +114,22 @@ class CostBook:
         rows, slots = range_ = _range(batch, capacity)
         if range_ not in self._known and not self._recalibrate:
             mark = fingerprint(target, drafter, rows, slots)
-            found = read_costs(self._path(mark), mark)
+            path = self._path(mark)
+            found = None if path is None else read_costs(path, mark)
             if found is not None:
                 self._known[range_] = found
         return self._known.get(range_)
 
-    def _path(self, mark: dict[str, Any]) -> Path:
-        return self._folder / f"{digest(mark)}.json"
+    def _path(self, mark: dict[str, Any]) -> Path | None:
+        return None if self._folder is None else self._folder / f"{digest(mark)}.json"
+
+
+def _default_folder() -> Path | None:
+    try:
+        return cache_folder() / "costs"
+    except OSError as error:
+        log.warning("costs are not kept for the next run: %s", error)
+        return None
 
 
 def _range(batch: int, capacity: int) -> tuple[int, int]:
@@ -137,6 +148,8 @@ def fingerprint(target: HybridLM, drafter: Any, rows: int, slots: int) -> dict[s
         "target": target.cfg,
         "draft": draft.cfg,
         "plan": drafter.plan,
+        "sizes": drafter.sizes,
+        "version": _VERSION,
         "weights": digest([(x.shape, str(x.dtype)) for x in leaves]),
         "rows": rows,
         "tokens": slots,
@@ -164,14 +177,16 @@ def read_costs(path: Path, mark: dict[str, Any]) -> Costs | None:
         costs = Costs(rounds, (levels[0], levels[1]), float(value["absorb"]))
         seconds = [costs.absorb, *costs.levels, *(s for _, s in rounds)]
         nodes = [n for n, _ in rounds]
-        if nodes[0] != 1 or nodes != sorted(set(nodes)):
-            raise ValueError("its sizes are no list that ascends from 1")
-        if not all(math.isfinite(s) and s > 0 for s in seconds):
+        if nodes[0] != 1 or nodes != sorted(set(nodes)) or not set(nodes) <= set(mark["sizes"]):
+            raise ValueError("its sizes are no list of those there are that ascends from 1")
+        if not all(1e-9 < s < 1e6 for s in seconds):
             raise ValueError("it has seconds that are none")
         return costs
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError
+    ) as error:  # fmt: skip
         log.warning("%s cannot be used (%s): costs are unknown", path, " ".join(str(error).split()))
         return None
 

@@ -170,7 +170,9 @@ class Session:
             )
             return sum(len(held) - 1 for held in self._held)
         capacity = self._bucket(max(map(len, prompts)))
-        drafter = self._drafter
+        drafter, most = self._drafter, self._drafter.max_positions
+        if most is not None and max(map(len, prompts)) > most:
+            drafter = NoDraft()
         if isinstance(drafter, AdaptiveDrafter):
             # Also one that was cut short, and whose caches are of no use.
             goes_on = self._is_conversation and state is not None and len(self._held) == batch
@@ -283,7 +285,8 @@ class Session:
 
         limit = self._active.max_positions
         if limit is not None and needed(rounds) > limit:
-            rounds = (limit - max(held)) // (self._active.depth + 1)
+            beyond = [n for n, i in zip(held, running, strict=True) if self._ends[i] > limit]
+            rounds = (limit - max(beyond)) // (self._active.depth + 1)
             if rounds < 1:
                 self._drop_draft()
                 rounds = self._rounds

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eagle3.config import ConfigError, GeneratedTarget, MeshConfig, TreeConfig
 from eagle3.draft_config import DraftConfig
-from eagle3.draft_hf_config import LAYOUTS
+from eagle3.draft_hf_config import LAYOUTS, layout_problems
 from eagle3.training.data.config import DataConfig, SourceConfig
 from eagle3.training.losses import LOSSES
 from eagle3.training.optim import OptimConfig, warmup_steps
@@ -88,7 +88,12 @@ class DraftShape:
             )
         except ValueError as error:
             raise ConfigError(f"draft: {error}") from error
-        if problems := cfg.problems_with(target):
+        problems = cfg.problems_with(target)
+        # Now, not when all of it is trained. The name is the target's directory, which is known.
+        problems += [
+            f"layout {self.layout!r}: {x}" for x in layout_problems(cfg, self.layout, "named")
+        ]
+        if problems:
             raise ConfigError("draft: " + "; ".join(problems))
         return cfg
 

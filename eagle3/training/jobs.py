@@ -190,6 +190,11 @@ def _draft_job(config: TrainConfig, report: Report) -> Job:
 
     held, held_data = _heldout(config, masker, report)
     prompts = _prompts(config, held_data, target.cfg)
+    if held and len(prompts) < config.eval.prompts:
+        report(
+            f"eval.prompts: {len(prompts)} of {config.eval.prompts} found; held-out texts need more"
+            f" than {config.eval.prompt_tokens} tokens (eval.prompt_tokens), or an answer"
+        )
     _write_prompts(config, held_data, target.cfg, masker)
     plan = config.eval.tree.plan()
 
@@ -314,10 +319,13 @@ def _write_prompts(
 ) -> None:
     """Leave prompts for `decode.py --compare` that choosing the best draft did not look at."""
     prompts = _prompts(config, held, cfg, skip=config.eval.prompts)
-    if not prompts or not is_first():
+    if not is_first():
         return
-    lines = [json.dumps({"prompt": masker.tokenizer.decode(ids, special=True)}) for ids in prompts]
+    lines = [json.dumps({"prompt": masker.tokenizer.prompt_of(ids)}) for ids in prompts]
     path = Path(config.out) / PROMPTS
+    if not prompts:
+        path.unlink(missing_ok=True)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(line + "\n" for line in lines))
 

@@ -82,7 +82,7 @@ def train(config: TrainConfig, report: Report = print) -> bool:
             metrics.text(0, "config", to_yaml(config))
         # Before this, signals end the run at once: what was prepared is in caches.
         interrupt = stack.enter_context(Interrupt(SIGNALS))
-        best = _Best(out, job, digest(dataclasses.asdict(config.eval)), is_new, int(state.step))
+        best = _Best(out, job, _measure(config), is_new, int(state.step))
         run = _Run(config, job, checkpoints, metrics, best, recorded, interrupt, report)
         return run.steps(state, is_new)
 
@@ -90,6 +90,13 @@ def train(config: TrainConfig, report: Report = print) -> bool:
 def _held(config: TrainConfig) -> int:
     """Return the step whose checkpoint stays because longer runs may go on from it; 0: none."""
     return hold_end(config.optim, config.steps) if config.optim.schedule == "wsd" else 0
+
+
+def _measure(config: TrainConfig) -> str:
+    """Return the digest of how weights are scored; how often has no part in it."""
+    values = dataclasses.asdict(config.eval)
+    del values["every"]
+    return digest(values)
 
 
 def _recorded(config: TrainConfig, job: Job) -> dict[str, Any]:
@@ -114,7 +121,8 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
     """
     found, step = checkpoints.config(), checkpoints.latest()
     assert step is not None
-    free = _PLAN if _is_one_plan(found["config"], now["config"], step) else ()
+    free = ("config.draft.layout",)  # how weights are written, not what they are
+    free += _PLAN if _is_one_plan(found["config"], now["config"], step) else ()
     before, now = _flat(found), _flat(now)
     # A field that is younger than the checkpoint had its default then; a source had none.
     values = {"config": dataclasses.asdict(TrainConfig(out="any", target="another"))}

@@ -1,13 +1,17 @@
 """A target's tokenizer as training needs it: many texts at once, and which tokens are special."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from eagle3.config import ConfigError
-from eagle3.text import ByteTokenizer, FileTokenizer, load_tokenizer
+from eagle3.text import (
+    REPLACEMENT,
+    ByteTokenizer,
+    FileTokenizer,
+    end_ids,
+    load_tokenizer,
+    read_object,
+)
 
 
 class TrainingTokenizer:
@@ -41,23 +45,7 @@ class TrainingTokenizer:
         tokenizer = load_tokenizer(directory, vocab_size)
         if directory is None:
             return cls(tokenizer)
-        ids: list[int] = []
-        for name in ("config.json", "generation_config.json"):
-            config = _read(Path(directory) / name)
-            config = config if "eos_token_id" in config else config.get("text_config", {})
-            value = config.get("eos_token_id")
-            ids += value if isinstance(value, list) else [value] if value is not None else []
-        token = _read(Path(directory) / "tokenizer_config.json").get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(tokenizer, FileTokenizer) and isinstance(text, str):
-            found = tokenizer._backend.token_to_id(text)
-            ids += [] if found is None else [found]
-        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
-        if wrong:
-            raise ConfigError(
-                f"{directory} names {wrong[0]!r} as eos_token_id, expected ids below {vocab_size}"
-            )
-        return cls(tokenizer, ids)
+        return cls(tokenizer, end_ids(directory, tokenizer, vocab_size))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return token ids; `special` adds those a text starts with, if there are any."""
@@ -73,6 +61,15 @@ class TrainingTokenizer:
         ids = {text: encoding.ids for text, encoding in zip(distinct, found, strict=True)}
         return [ids[text] for text in texts]
 
+    def prompt_of(self, ids: Sequence[int]) -> str:
+        """Return the text that these tokens come from, as `encode` begins one with `first_ids`.
+
+        Of a character that is cut in two, nothing is left.
+        """
+        first = len(self.first_ids)
+        begins = first > 0 and tuple(ids[:first]) == self.first_ids
+        return self.decode(ids[first if begins else 0 :], special=True).rstrip(REPLACEMENT)
+
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Return the text; `special` keeps the special tokens in it."""
         return self._tokenizer.decode(ids, special)
@@ -81,15 +78,5 @@ class TrainingTokenizer:
 def has_template(directory: str | Path) -> bool:
     """Tell whether a target comes with a chat template."""
     directory = Path(directory)
-    names = _read(directory / "tokenizer_config.json")
+    names = read_object(directory / "tokenizer_config.json")
     return bool(names.get("chat_template")) or (directory / "chat_template.jinja").exists()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
