@@ -41,6 +41,7 @@ from eagle3.config import ConfigError, DecodeConfig
 from eagle3.config_reader import OneLineParser, read_config
 from eagle3.decoding.request import request_problem
 from eagle3.decoding.session import Session
+from eagle3.digest import digest
 from eagle3.files import write_whole
 from eagle3.machine import keep_compiled_programs, processor
 from eagle3.questions import Question, read_questions
@@ -161,7 +162,7 @@ def describe(config: DecodeConfig) -> list[str]:
     plan = config.tree.plan()
     return [
         f"target {config.target or 'generated'}, draft {config.draft or 'generated'}, weights in"
-        f" {config.dtype}",
+        f" {config.dtype}, the draft's in {config.draft_dtype}",
         f"trees: {config.tree.kind}, {plan.size} nodes, {plan.depth} levels; at most"
         f" {config.max_new_tokens} new tokens a turn, one question at a time",
         f"{processor()}, {jax.devices()[0].device_kind}, jax {jax.__version__}",
@@ -291,7 +292,10 @@ def run(argv: Sequence[str] | None) -> int:
     engines = [at_temperature(engine, temperature) for temperature in temperatures]
     jobs = [
         Job(each, question, f"{settings_key}-{question.digest}")
-        for each, settings_key in ((x, fingerprint(x.config)) for x in engines)
+        # A draft's precision decides times, if no text.
+        for each, settings_key in (
+            (x, digest([fingerprint(x.config), x.config.draft_dtype])) for x in engines
+        )
         for question in questions
     ]
     lines, is_whole = decode_jobs(jobs, template, args.out)

@@ -1,5 +1,6 @@
 """From a DecodeConfig to what every mode decodes with."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 class Engine(NamedTuple):
     """A loaded target with all that belongs to it."""
 
-    config: DecodeConfig
+    config: DecodeConfig  # with the draft's precision filled in
     target: HybridLM
     drafter: Drafter | None  # None decodes plainly
     tokenizer: Tokenizer
@@ -102,6 +103,8 @@ def build(config: DecodeConfig) -> Engine:
                 + hint
             )
     packer = _packer(config)
+    for_draft = _draft_packer(config, packer)
+    config = dataclasses.replace(config, draft_dtype=for_draft.dtype)
     dtype = packer.load_dtype
     if config.target is None:
         log.warning("the target has random weights: its text means nothing")
@@ -115,7 +118,7 @@ def build(config: DecodeConfig) -> Engine:
     if config.draft is None:
         method = "autoregressive"
     elif method == "eagle3":
-        draft = load_draft(config.draft, target, draft_packer(config, packer).load_dtype)
+        draft = load_draft(config.draft, target, for_draft.load_dtype)
         check_shape(config.mesh, draft.cfg)
         draft = place_module(draft)
     if config.deterministic and (why := packer.bitwise_problem(target.cfg)):
@@ -126,7 +129,7 @@ def build(config: DecodeConfig) -> Engine:
     if draft is None:
         finish((target, packer))
     else:
-        finish((target, packer), (draft, draft_packer(config, packer)))
+        finish((target, packer), (draft, for_draft))
     drafter = make_drafter(method, draft, config.tree.plan(), config.recalibrate)
     tokenizer = load_tokenizer(config.target, target.cfg.vocab_size)
     ids = target.cfg.eos_token_ids
@@ -147,6 +150,6 @@ def _packer(config: DecodeConfig) -> Packer:
     return Packer(config.dtype, native=why is None)
 
 
-def draft_packer(config: DecodeConfig, packer: Packer) -> Packer:
+def _draft_packer(config: DecodeConfig, packer: Packer) -> Packer:
     """Say how the draft's weights are kept: as small as may be, as no text depends on them."""
     return Packer(config.draft_dtype or ("int8" if packer.native else config.dtype), packer.native)
