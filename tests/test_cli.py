@@ -512,6 +512,18 @@ def test_every_row_is_answered_as_if_alone(run, answer, prompts, out_file):
     assert texts == {row["row"]: row["text"] for row in (first, second, third)}
 
 
+def test_where_an_answer_ends_the_next_prompt_begins(run, tmp_path, out_file, monkeypatch):
+    path, begun, start = tmp_path / "prompts.jsonl", [], Session.start
+    rows = [{"prompt": PROMPT[: 2 + n], "max_new_tokens": 3 + 5 * (n % 2)} for n in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(Session, "start", lambda self, x: begun.append(len(x)) or start(self, x))
+    assert run("--prompts", str(path), "--out", str(out_file))[0] == 0
+    assert begun == [2]
+    for row, line in zip(rows, without_times(out_file), strict=True):
+        alone = run("--prompt", row["prompt"], "--json", f"max_new_tokens={row['max_new_tokens']}")
+        assert line["tokens"] == json.loads(alone[1])["tokens"]
+
+
 def test_prompts_of_like_length_are_answered_together():
     lengths = [5, 90, 7, 40, 6, 95, 41, 8, 92]
     rows = [Row(i, {}, Request(prompt=[1] * n)) for i, n in enumerate(lengths)]

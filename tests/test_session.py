@@ -30,11 +30,13 @@ from helpers import (
     snapshot,
 )
 
+from eagle3.decoding.auto import AutoDrafter
+from eagle3.decoding.costs import Costs
 from eagle3.decoding.request import Request
 from eagle3.decoding.sampling import SamplingParams
 from eagle3.decoding.session import Session
 from eagle3.decoding.speculate import run_rounds
-from eagle3.decoding.tree import chain_plan
+from eagle3.decoding.tree import auto_plan, chain_plan
 from gdn.cache import KVCache
 
 BATCH, DEPTH = len(PROMPTS), 5
@@ -99,6 +101,40 @@ def test_rounds_without_a_right_draft_go_on_after_rounds_that_accepted_many(hybr
     assert_same_text(session.answers, text, 40)
     for answer in session.answers:
         assert answer.histogram[0] > 20 and answer.histogram[1:].sum() <= 4
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "auto"])
+def test_a_row_that_ended_is_given_another_request_and_the_others_go_on(hybrid, fitted_for, kind):
+    """What comes of each is what it comes to alone, penalties and noise included."""
+    costs = Costs(((1, 1.0), (2, 1.0), (4, 1.01)), (0.01, 0.01), 0.01)
+    drafter: Any = {
+        "eagle3": eagle3(fitted_for(hybrid), chain_plan(3)),
+        "auto": AutoDrafter(fitted_for(hybrid), auto_plan(1, 3, 4), costs),
+    }[kind]
+    drawn = SamplingParams(temperature=0.8, presence_penalty=0.5, seed=3)
+    requests = [
+        Request(prompt=PROMPTS[0], max_new_tokens=4),
+        Request(prompt=PROMPTS[1], max_new_tokens=60),
+        Request(prompt=PROMPTS[2], max_new_tokens=9, sampling=drawn),
+        Request(prompt=[3, 5] * 30, max_new_tokens=12),  # its caches are larger
+        Request(prompt=[7], max_new_tokens=5, sampling=drawn),
+    ]
+    session = open_session(hybrid, drafter, stream_every=2, min_capacity=32)
+    session.start(requests[:2])
+    with pytest.raises(ValueError, match="row 1 of 2 cannot be given"):
+        session.admit(1, requests[2])
+    found, number, waiting = {}, [0, 1], [2, 3, 4]
+    while session.is_running:
+        session.advance()
+        for row, answer in enumerate(session.answers):
+            if answer.finish_reason is not None:
+                found[number[row]] = answer.tokens
+                if waiting:
+                    number[row] = waiting.pop(0)
+                    session.admit(row, requests[number[row]])
+    for place, request in enumerate(requests):
+        (alone,) = serve(hybrid, None, [request])
+        assert found[place] == alone.tokens
 
 
 @pytest.mark.parametrize("knows", ["everything", "in waves"])

@@ -66,9 +66,9 @@ class Result:
 
 
 class Event(NamedTuple):
-    """Text of one row; with `result` the row has ended."""
+    """Text of one answer; with `result` it has ended."""
 
-    row: int
+    number: int  # of the request
     pieces: list[Piece]
     result: Result | None
 
@@ -79,32 +79,58 @@ def decode(
     tokenizer: Tokenizer,
     stops: Sequence[str],
     interrupt: Interrupt,
+    size: int | None = None,
 ) -> Iterator[Event]:
-    """Read the prompts, and return what comes of them: text as it is made, one result per row.
+    """Read the prompts, and return what comes of them: text as it is made, a result for each.
 
-    After an interrupt every row ends where it is, with the finish reason "cancelled".
+    After an interrupt all that have begun end where they are, with the finish reason "cancelled".
+
+    Args:
+      size: how many are decoded at once, the next in the place of one that has ended; default:
+        all.
 
     Raises:
       ValueError: a request cannot be served; nothing was computed.
     """
     Compilations.listen()
+    size = size or len(requests)
     compiled, began = Compilations.count, time.perf_counter()
-    reused = session.start(requests)
-    texts = [AnswerText(tokenizer, stops) for _ in requests]
+    reused = session.start(requests[:size])
+    begun = [
+        _Begun(n, AnswerText(tokenizer, stops), reused, began, compiled)
+        for n in range(len(requests[:size]))
+    ]
+    waiting = iter(range(len(begun), len(requests)))
 
     def events() -> Iterator[Event]:
         while session.is_running:
             for row, tokens, drafted in _visit(session, interrupt):
-                pieces = _read(session, row, texts[row], tokens, drafted)
-                answer, result = session.answers[row], None
+                now, answer, result = begun[row], session.answers[row], None
+                pieces = _read(session, row, now.text, tokens, drafted)
                 if answer.finish_reason is not None:
                     result = Result(
-                        texts[row].text, answer, len(requests[row].prompt), reused,
-                        time.perf_counter() - began, Compilations.count > compiled,
+                        now.text.text, answer, len(requests[now.number].prompt), now.reused,
+                        time.perf_counter() - now.began, Compilations.count > now.compiled,
                     )  # fmt: skip
-                yield Event(row, pieces, result)
+                yield Event(now.number, pieces, result)
+            ended = [i for i, x in enumerate(session.answers) if x.finish_reason is not None]
+            for row, number in zip(ended, () if interrupt.is_set else waiting, strict=False):
+                begun[row] = _Begun(
+                    number, AnswerText(tokenizer, stops), 0, time.perf_counter(), Compilations.count
+                )
+                session.admit(row, requests[number])
 
     return events()
+
+
+class _Begun(NamedTuple):
+    """A request that a row of the session is at."""
+
+    number: int
+    text: AnswerText
+    reused: int  # see `Result`
+    began: float
+    compiled: int  # programs before it
 
 
 def _visit(

@@ -20,8 +20,10 @@ from eagle3.cli.engine import Engine
 from eagle3.cli.rows import Row, read_rows
 from eagle3.config import ConfigError, DecodeConfig
 from eagle3.digest import digest, directory_digest
+from gdn.sharding import active_mesh
 
 _BEGIN = '{"row": '  # of every line that is written here
+_REFILLS = 8  # batches of prompts of like lengths that share their caches
 _NO_EFFECT = (  # on any row's answer
     "prompt", "batch_size", "stream_every", "prefill_chunk", "recalibrate", "draft_dtype",
 )  # fmt: skip
@@ -56,13 +58,15 @@ def _answers(
     engine: Engine, rows: list[Row], keys: list[str], interrupt: Interrupt
 ) -> Iterator[dict[str, Any]]:
     """Yield the line of each row when it ends."""
-    stops = engine.config.stop_strings
+    stops, size = engine.config.stop_strings, engine.config.batch_size
     session = engine.session(engine.drafter)
-    for batch in in_batches(rows, engine.config.batch_size):
+    # On a mesh a row cannot be read alone. One by one, each continues what the one before left.
+    is_refilled = size > 1 and active_mesh() is None
+    for batch in in_batches(rows, size * _REFILLS if is_refilled else size):
         requests = [row.request for row in batch]
-        for event in decode(session, requests, engine.tokenizer, stops, interrupt):
+        for event in decode(session, requests, engine.tokenizer, stops, interrupt, size):
             if event.result is not None:
-                row = batch[event.row]
+                row = batch[event.number]
                 line = {"row": row.index, "key": keys[row.index]}
                 line |= {"id": row.fields["id"]} if "id" in row.fields else {}
                 yield line | event.result.to_json()
@@ -71,7 +75,7 @@ def _answers(
 
 
 def in_batches(rows: list[Row], size: int) -> list[list[Row]]:
-    """Put rows with prompts of like lengths together: the longest is what a batch costs to read.
+    """Put rows with prompts of like lengths together: the longest decides what caches hold.
 
     Batches come in a random order, the same in every run: what an interrupted one leaves behind is
     of all lengths. One at a time, rows keep their order.

@@ -11,27 +11,27 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3.decoding.accept import Limits
 from eagle3.decoding.drafter import Drafter, NoDraft
 from eagle3.decoding.request import Answer, Chunk, Request, request_problem
-from eagle3.decoding.sampling import batch_sampling
 from eagle3.decoding.speculate import (
     AdaptiveDrafter,
     Chosen,
     DecodeState,
     Emitted,
-    Requests,
+    batch_requests,
+    replace_row,
     run_prefill,
     run_rounds,
     split,
 )
 from eagle3.sharding import create, place
-from gdn import HybridLM, grow_cache, init_cache
+from gdn import Cache, HybridLM, grow_cache, init_cache
 
 log = logging.getLogger(__name__)
 
@@ -127,19 +127,56 @@ class Session:
         """
         prompts = [list(request.prompt) for request in requests]
         self._check(requests, prompts)
-        sampling = batch_sampling([r.sampling for r in requests], prompts, self.cfg.vocab_size)
-        width = 1 << (max(4, *(len(r.stop_ids) for r in requests)) - 1).bit_length()
-        stops = np.full((len(requests), width), -1, np.int32)
-        for row, request in zip(stops, requests, strict=True):
-            row[: len(request.stop_ids)] = request.stop_ids
-        most = np.array([r.max_new_tokens for r in requests], np.int32)
-        self._requests = Requests(sampling, Limits(jnp.asarray(stops), jnp.asarray(most)))
-        self._stop_ids = [frozenset(r.stop_ids) for r in requests]
-        self._ends = [len(p) + r.max_new_tokens for p, r in zip(prompts, requests, strict=True)]
+        self._ask(requests)
         self.answers = [Answer() for _ in requests]
         reused = self._prepare(prompts)
         self._read(prompts)
         return reused
+
+    def admit(self, row: int, request: Request) -> None:
+        """Give a row that has ended another request; the other rows stay where they are.
+
+        Its prompt is read alone. What is then decoded does not depend on where the others are.
+
+        Raises:
+          ValueError: the row has not ended, it is the only one (`start` again), or the request
+            cannot be served as it stands; the session is unchanged.
+        """
+        if self.answers[row].finish_reason is None or len(self.answers) < 2:
+            raise ValueError(f"row {row} of {len(self.answers)} cannot be given another request")
+        prompt = list(request.prompt)
+        self._check([request], [prompt])
+        limit = self._active.max_positions
+        if limit is not None and len(prompt) > limit:
+            self._drop_draft()
+        self._make_room(len(prompt))
+        self._ask([*self._asked[:row], request, *self._asked[row + 1 :]])
+        cache, draft = self._new_caches(1)
+        cache, draft = self._prefill(cache, draft, [prompt])
+        state = self._take_state()
+        self._state = replace_row(
+            state._replace(counts=self._counted(state.counts)), cache, draft,
+            jnp.int32(prompt[-1]), jnp.int32(row),
+        )  # fmt: skip
+        self._held[row], self.answers[row] = prompt, Answer()
+
+    def _ask(self, requests: Sequence[Request]) -> None:
+        """Take in what the rows want."""
+        self._requests = batch_requests(requests, self.cfg.vocab_size)
+        self._stop_ids = [frozenset(r.stop_ids) for r in requests]
+        self._ends = [len(r.prompt) + r.max_new_tokens for r in requests]
+        self._asked = list(requests)
+
+    def _counted(self, counts: jax.Array | None) -> jax.Array | None:
+        """Return the counts that penalties want, made now if no request wanted any before."""
+        if not self._requests.sampling.counts_tokens:
+            return None
+        if counts is not None:
+            return counts
+        found = np.zeros((len(self.answers), self.cfg.vocab_size), np.int32)
+        for row, answer in zip(found, self.answers, strict=True):
+            np.add.at(row, answer.tokens, 1)
+        return jnp.asarray(found)
 
     def _check(self, requests: Sequence[Request], prompts: list[list[int]]) -> None:
         """Refuse what cannot be done before anything is done."""
@@ -180,18 +217,22 @@ class Session:
             stand_in = self._active if is_fitted else None
             drafter = drafter.fitted(self._target, batch, capacity, stand_in)
         self._use(drafter)
-        active = self._active
-        draft = create(lambda: active.init_state(batch, capacity))
+        self._capacity = capacity
+        cache, draft = self._new_caches(batch)
         if state is not None and isinstance(self._active, AdaptiveDrafter):
             draft = self._active.inherit(draft, state.draft)
-        cache = create(lambda: init_cache(self.cfg, batch, capacity, self._dtype))
         self._state = DecodeState(
             cache, draft, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32),
             jnp.ones(batch, bool), counts,
         )  # fmt: skip
-        self._capacity = capacity
         self._held = [prompt[:1] for prompt in prompts]
         return 0
+
+    def _new_caches(self, rows: int) -> tuple[Cache, Any]:
+        """Return empty caches of the target and of the draft."""
+        active, capacity = self._active, self._capacity
+        draft = create(lambda: active.init_state(rows, capacity))
+        return create(lambda: init_cache(self.cfg, rows, capacity, self._dtype)), draft
 
     def _continues(self, prompts: list[list[int]]) -> bool:
         """Tell whether every prompt begins with what its row holds.
@@ -212,14 +253,20 @@ class Session:
         """Prefill all that is not held, but for each prompt's last token: the first root."""
         held = self._held
         rest = [prompt[len(h) - 1 :] for prompt, h in zip(prompts, held, strict=True)]
-        longest = max(map(len, rest)) - 1
         longest_prompt = max(map(len, prompts))
         limit = self._active.max_positions
         if limit is not None and longest_prompt > limit:
             self._drop_draft()
         self._make_room(longest_prompt)
         state = self._take_state()
-        cache, draft = state.cache, state.draft
+        cache, draft = self._prefill(state.cache, state.draft, rest)
+        root = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
+        self._state = place(state._replace(cache=cache, draft=draft, root=root))
+        self._held = prompts
+
+    def _prefill(self, cache: Cache, draft: Any, rest: list[list[int]]) -> tuple[Cache, Any]:
+        """Read all tokens of each row but the last."""
+        longest = max(map(len, rest)) - 1
         for start in range(0, longest, self._prefill_chunk):
             size = min(longest - start, self._prefill_chunk)
             # Few lengths to compile for: whole chunks, and powers of two for what is left.
@@ -233,9 +280,7 @@ class Session:
             cache, draft = run_prefill(
                 self._graph, self._params, cache, draft, tokens[:, :-1], tokens[:, 1:], count
             )
-        root = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
-        self._state = place(state._replace(cache=cache, draft=draft, root=root))
-        self._held = prompts
+        return cache, draft
 
     def _take_state(self) -> DecodeState:
         """Hand the caches to a call that may not come back: interrupted, there are none to use."""

@@ -5,18 +5,20 @@ node; a drafter that adapts puts the same parts together in its own way. Between
 holds: the cache of all tokens but the last, and the last, the root.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3.decoding.accept import Accepted, Limits, accept
 from eagle3.decoding.drafter import Drafter
-from eagle3.decoding.sampling import Sampling
+from eagle3.decoding.request import Request
+from eagle3.decoding.sampling import Sampling, batch_sampling
 from eagle3.decoding.tree import Proposal
 from eagle3.sharding import pin
 from gdn import Cache, HybridLM, commit, tree_from_parents
@@ -30,6 +32,22 @@ class Requests(NamedTuple):
 
     sampling: Sampling
     limits: Limits
+
+
+def batch_requests(requests: Sequence[Request], vocab_size: int) -> Requests:
+    """Gather what each row asks for.
+
+    Raises:
+      ValueError: a bias names a token outside the vocabulary.
+    """
+    prompts = [request.prompt for request in requests]
+    sampling = batch_sampling([request.sampling for request in requests], prompts, vocab_size)
+    width = 1 << (max(4, *(len(request.stop_ids) for request in requests)) - 1).bit_length()
+    stops = np.full((len(requests), width), -1, np.int32)
+    for row, request in zip(stops, requests, strict=True):
+        row[: len(request.stop_ids)] = request.stop_ids
+    most = np.array([request.max_new_tokens for request in requests], np.int32)
+    return Requests(sampling, Limits(jnp.asarray(stops), jnp.asarray(most)))
 
 
 class DecodeState(NamedTuple):
@@ -319,3 +337,21 @@ def run_prefill(graph: Structure, params, cache, draft, tokens, following, count
     """Run `prefill`; cache and drafter state are updated in place."""
     target, drafter = merge(graph, params)
     return pin(prefill(target, drafter, cache, draft, tokens, following, count))
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def replace_row(state: DecodeState, cache: Cache, draft: Any, root, row) -> DecodeState:
+    """Put caches of one row in the place of a row's; its answer is to begin."""
+
+    def put(whole: jax.Array, one: jax.Array) -> jax.Array:
+        # What a drafter has learned is of no row, and stays: there are several, this is one.
+        return whole if whole.shape == one.shape else whole.at[row].set(one[0])
+
+    return DecodeState(
+        jax.tree.map(put, state.cache, cache),
+        jax.tree.map(put, state.draft, draft),
+        state.root.at[row].set(root),
+        state.emitted.at[row].set(0),
+        state.is_running.at[row].set(True),
+        None if state.counts is None else state.counts.at[row].set(0),
+    )
