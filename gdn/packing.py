@@ -21,8 +21,10 @@ Parameter = jax.Array | PackedWeight | NativeNorm | QuantizedWeight
 
 DTYPES = ("float32", "bfloat16", "int8")
 _MATRIX = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|shared_expert_gate)$")
-# Small, and what they decide (how much is forgotten) multiplies up over the whole text.
-_GATE = re.compile(r".*\b(in_proj_b|in_proj_a|shared_expert_gate)$")
+# Small, and what gates decide (how much is forgotten) multiplies up over the whole text; `fc` of a
+# draft reads residual streams of very different sizes side by side, to which int8 gives one scale.
+_FINE = re.compile(r"(.*\b(in_proj_b|in_proj_a|shared_expert_gate)|fc)$")
+_FC = "fc"
 _ROUTER = re.compile(r"(.*\.)?mlp\.gate$")  # small, and what it decides is all or nothing
 _EXPERTS = re.compile(r".*\.experts\.(gate_up|down)_proj$")
 _NORM = re.compile(r"(.*\.)?(\w*norm|\w+_layernorm)\.weight$")  # of an `RMSNorm`
@@ -33,9 +35,10 @@ _TABLES = ("embed_tokens", "lm_head")
 class Packer:
     """How to keep matrices: for the native kernels or for XLA, and in which precision.
 
-    Convolutions, biases and the values of norms stay as they are. Gates are bfloat16 where other
-    matrices are int8; routers stay in the dtype that they were loaded in, in float32's layout for
-    the kernels.
+    Convolutions, biases and the values of norms stay as they are. Where other matrices are int8,
+    gates and a draft's `fc` are bfloat16 (in XLA, `fc` stays as it is, as it decides the dtype of
+    what follows). Routers stay in the dtype that they were loaded in, in float32's layout for the
+    kernels.
     """
 
     dtype: str  # one of DTYPES
@@ -80,7 +83,9 @@ class Packer:
         return self._matrix(path, value) if path in _TABLES else self(path, value)
 
     def _matrix(self, path: str, value: jax.Array) -> Parameter:
-        dtype = "bfloat16" if self.dtype == "int8" and _GATE.match(path) else self.dtype
+        dtype = "bfloat16" if self.dtype == "int8" and _FINE.match(path) else self.dtype
+        if path == _FC and self.dtype == "int8" and not self.native:
+            return value
         if self.native:
             return pack(value, dtype)
         return quantize(value) if dtype == "int8" else value.astype(dtype)

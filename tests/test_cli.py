@@ -524,6 +524,21 @@ def test_where_an_answer_ends_the_next_prompt_begins(run, tmp_path, out_file, mo
         assert line["tokens"] == json.loads(alone[1])["tokens"]
 
 
+def test_after_ctrl_c_no_further_prompt_is_read(run, tmp_path, out_file, monkeypatch):
+    path, read, admit = tmp_path / "prompts.jsonl", [], Session.admit
+
+    def press(self, row, request):
+        signal.raise_signal(signal.SIGINT)
+        read.append(row)
+        admit(self, row, request)
+
+    path.write_text((json.dumps({"prompt": PROMPT, "max_new_tokens": 3}) + "\n") * 6)
+    monkeypatch.setattr(Session, "admit", press)
+    assert run("--prompts", str(path), "--out", str(out_file))[0] == 130
+    assert read == [0]  # both had ended
+    assert len(out_file.read_text().splitlines()) == 2
+
+
 def test_prompts_of_like_length_are_answered_together():
     lengths = [5, 90, 7, 40, 6, 95, 41, 8, 92]
     rows = [Row(i, {}, Request(prompt=[1] * n)) for i, n in enumerate(lengths)]
@@ -609,7 +624,8 @@ def test_settings_without_effect_on_answers_do_not_matter_and_retrained_weights_
     target, tmp_path
 ):
     config = config_of("batch_size=3", "stream_every=1", "prompt=x", target=target)
-    assert fingerprint(config) == fingerprint(config_of(target=target))
+    for same in ([], ["draft_dtype=int8"]):
+        assert fingerprint(config) == fingerprint(config_of(*same, target=target))
     assert fingerprint(config) != fingerprint(config_of("sampling.seed=1", target=target))
     copy = tmp_path / "copy"
     shutil.copytree(target, copy)

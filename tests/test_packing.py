@@ -75,6 +75,21 @@ def test_converting_while_loading_is_converting_afterwards(packer, tmp_path):
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
+def test_streams_of_very_different_sizes_survive_a_draft_in_int8(packer):
+    """Their joint scale is that of the largest: in int8 the smallest would be nothing."""
+    if packer.dtype != "int8":
+        pytest.skip("about int8")
+    target = random_model(HYBRID)
+    cfg = draft_config(target.cfg, draft_vocab_size=8)
+    draft = draft_for(target, cfg, np.arange(8), rngs=nnx.Rngs(0))
+    streams = jax.random.normal(jax.random.key(1), (2, 3, cfg.num_aux, cfg.target_hidden_size))
+    low = streams.at[:, :, 1:].set(0.0) * 0.03
+    streams = low + streams.at[:, :, :1].set(0.0) * 30.0
+    wanted = draft.fuse(streams) - draft.fuse(streams - low)  # what the smallest adds
+    finish((target, packer), (draft, packer))
+    assert relative_error(draft.fuse(streams) - draft.fuse(streams - low), wanted) < 0.05
+
+
 def test_an_embedding_that_models_share_stays_shared(packer):
     target, draft = packed_pair(packer)
     pair = (jax.tree.leaves(model.embed_tokens[...])[0] for model in (target, draft))

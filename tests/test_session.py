@@ -400,6 +400,26 @@ def test_a_draft_stays_while_no_row_outgrows_it_however_long_another_goes_on(hyb
     assert session._active is not drafter
 
 
+def test_a_batch_that_left_its_draft_behind_or_would_is_given_nothing_more(hybrid):
+    drafter = eagle3(random_draft(hybrid, max_position_embeddings=20), chain_plan(2))
+    session = open_session(hybrid, drafter, min_capacity=16)
+    requests = [Request(prompt=[1] * 4, max_new_tokens=n) for n in (2, 40)]
+    session.start(requests)
+    session.advance()
+    assert session.can_admit(requests[0])
+    long = Request(prompt=[1] * 21, max_new_tokens=2)
+    assert not session.can_admit(long)
+    with pytest.raises(ValueError, match="row 0 of 2 cannot be given"):
+        session.admit(0, long)
+    while session.is_running:
+        session.advance()
+    assert not session.can_admit(requests[0])  # the second row became too long
+    session.start(requests)
+    assert session.can_admit(requests[0])
+    session.start(requests[:1])
+    assert not session.can_admit(requests[0])
+
+
 def test_an_interrupted_growth_leaves_no_caches_to_go_on_with(hybrid, monkeypatch):
     session = open_session(hybrid, None, min_capacity=16)
     session.start([Request(prompt=[1] * 16, max_new_tokens=20)])

@@ -2,12 +2,13 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from eagle3.cli.console import Console
-from eagle3.decoding.request import Answer, Request
+from eagle3.decoding.request import Answer, Request, request_problem
 from eagle3.decoding.session import Session
 from eagle3.interrupt import Interrupt
 from eagle3.machine import Compilations
@@ -86,23 +87,30 @@ def decode(
     After an interrupt all that have begun end where they are, with the finish reason "cancelled".
 
     Args:
-      size: how many are decoded at once, the next in the place of one that has ended; default:
-        all.
+      size: how many are decoded at once, the next in the place of one that has ended, if the
+        session can; default: all.
 
     Raises:
       ValueError: a request cannot be served; nothing was computed.
     """
     Compilations.listen()
-    size = size or len(requests)
-    compiled, began = Compilations.count, time.perf_counter()
-    reused = session.start(requests[:size])
-    begun = [
-        _Begun(n, AnswerText(tokenizer, stops), reused, began, compiled)
-        for n in range(len(requests[:size]))
-    ]
-    waiting = iter(range(len(begun), len(requests)))
+    for request in requests:
+        if problem := request_problem(session.cfg, request):
+            raise ValueError(problem)
+    waiting = deque(range(len(requests)))
 
-    def events() -> Iterator[Event]:
+    def start() -> list[_Begun]:
+        compiled, began = Compilations.count, time.perf_counter()
+        numbers = [waiting.popleft() for _ in range(min(size or len(waiting), len(waiting)))]
+        reused = session.start([requests[number] for number in numbers])
+        return [_Begun(n, AnswerText(tokenizer, stops), reused, began, compiled) for n in numbers]
+
+    def admit(row: int) -> _Begun:
+        compiled, began, number = Compilations.count, time.perf_counter(), waiting.popleft()
+        session.admit(row, requests[number])
+        return _Begun(number, AnswerText(tokenizer, stops), 0, began, compiled)
+
+    def events(begun: list[_Begun]) -> Iterator[Event]:
         while session.is_running:
             for row, tokens, drafted in _visit(session, interrupt):
                 now, answer, result = begun[row], session.answers[row], None
@@ -113,14 +121,15 @@ def decode(
                         time.perf_counter() - now.began, Compilations.count > now.compiled,
                     )  # fmt: skip
                 yield Event(now.number, pieces, result)
-            ended = [i for i, x in enumerate(session.answers) if x.finish_reason is not None]
-            for row, number in zip(ended, () if interrupt.is_set else waiting, strict=False):
-                begun[row] = _Begun(
-                    number, AnswerText(tokenizer, stops), 0, time.perf_counter(), Compilations.count
-                )
-                session.admit(row, requests[number])
+            for row, answer in enumerate(session.answers):
+                if interrupt.is_set or not waiting or not session.can_admit(requests[waiting[0]]):
+                    break
+                if answer.finish_reason is not None:
+                    begun[row] = admit(row)
+            if waiting and not session.is_running and not interrupt.is_set:
+                begun = start()
 
-    return events()
+    return events(start())
 
 
 class _Begun(NamedTuple):

@@ -20,10 +20,9 @@ from eagle3.cli.engine import Engine
 from eagle3.cli.rows import Row, read_rows
 from eagle3.config import ConfigError, DecodeConfig
 from eagle3.digest import digest, directory_digest
-from gdn.sharding import active_mesh
 
 _BEGIN = '{"row": '  # of every line that is written here
-_REFILLS = 8  # batches of prompts of like lengths that share their caches
+_REFILLS = 8  # batches of prompts of like lengths that are decoded with the same caches
 _NO_EFFECT = (  # on any row's answer
     "prompt", "batch_size", "stream_every", "prefill_chunk", "recalibrate", "draft_dtype",
 )  # fmt: skip
@@ -60,9 +59,7 @@ def _answers(
     """Yield the line of each row when it ends."""
     stops, size = engine.config.stop_strings, engine.config.batch_size
     session = engine.session(engine.drafter)
-    # On a mesh a row cannot be read alone. One by one, each continues what the one before left.
-    is_refilled = size > 1 and active_mesh() is None
-    for batch in in_batches(rows, size * _REFILLS if is_refilled else size):
+    for batch in in_batches(rows, size * _REFILLS if size > 1 else 1):
         requests = [row.request for row in batch]
         for event in decode(session, requests, engine.tokenizer, stops, interrupt, size):
             if event.result is not None:

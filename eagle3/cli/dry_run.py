@@ -66,7 +66,8 @@ def _plan(config: DecodeConfig, cfg: TargetConfig, draft_cfg: DraftConfig | None
     parameters = {"target": cfg.num_parameters()}
     models: Any = abstract_target(cfg, dtype), NoDraft()
     if draft_cfg is not None:
-        draft = abstract_draft(draft_cfg, dtype)
+        kept = Packer(config.draft_dtype or config.dtype, native=False).load_dtype
+        draft = abstract_draft(draft_cfg, kept)
         parameters["draft"] = number_of(nnx.state(draft, nnx.Param))
         # A tree that adapts is at most as large, and what rounds cost is not known here.
         plan = dataclasses.replace(config.tree.plan(), adapts=False)

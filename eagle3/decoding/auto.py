@@ -9,18 +9,17 @@ Whatever may or may not happen in a round is a loop of no or one turn, see `at_m
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from eagle3.decoding.accept import Accepted
+from eagle3.decoding.auto_state import AutoState, Choice, Drafting, Tally
 from eagle3.decoding.choice import (
-    Knowledge,
-    Pace,
     Prices,
     after_look,
     best_size,
@@ -40,7 +39,7 @@ from eagle3.decoding.choice import (
 )
 from eagle3.decoding.costs import CostBook, Costs, sizes_of
 from eagle3.decoding.drafter import Drafter, Eagle3Drafter, Eagle3State, NoDraft
-from eagle3.decoding.pending import BLOCK, FEW, Pending, defer, no_pending, read, read_all
+from eagle3.decoding.pending import BLOCK, FEW, defer, no_pending, read, read_all
 from eagle3.decoding.sampling import Foresight
 from eagle3.decoding.speculate import (
     Chosen,
@@ -64,45 +63,6 @@ from eagle3.decoding.tree import (
 from eagle3.draft import Eagle3Draft
 from gdn import HybridLM, TargetConfig
 from gdn.cache import KVUpdate
-
-
-class Tally(NamedTuple):
-    """Rounds so far."""
-
-    sizes: Int[Array, " K"]  # by size of the tree that was verified
-    depths: Int[Array, " D+1"]  # by levels drafted for it; 0: plain
-    asked: Int[Array, ""]  # those with a draft, whatever came of it
-    seconds: Float[Array, ""]  # by the costs, but for what plain rounds took
-
-
-class AutoState(NamedTuple):
-    """The draft's own state, and what the decisions rest on."""
-
-    draft: Eagle3State
-    pending: Pending
-    knowledge: Knowledge
-    pace: Pace
-    tally: Tally
-
-
-class Choice(NamedTuple):
-    """What a round verifies."""
-
-    size: Int[Array, ""]  # index into the sizes; 0 is plain decoding
-    nodes: Proposal  # of the largest size, best nodes first; with the probabilities believed in
-    claims: Float[Array, "B M-1"]  # what the draft says of each node but the root, see `learn`
-    cells: Int[Array, "B M-1"]
-
-
-class _Drafting(NamedTuple):
-    """A draft on its way down."""
-
-    index: jax.Array  # of the next pass, from 1
-    width: jax.Array  # of it, as `next_width` says; 0: there is none
-    growth: Growth
-    tokens: jax.Array  # expected, by size
-    spent: jax.Array  # seconds
-    knowledge: Knowledge
 
 
 class AutoDrafter(nnx.Module):
@@ -354,7 +314,7 @@ class AutoDrafter(nnx.Module):
             width = next_width(knowledge, prices, rate, index, offer, tokens, spent, most)
             return jnp.where(index < plan.depth, width, 0)
 
-        def go_down(now: _Drafting) -> _Drafting:
+        def go_down(now: Drafting) -> Drafting:
             offer = offered(now.growth.scores, is_running, plan.width)
             growth = self.expand(draft, now.index, now.growth, now.width, foresight, judge)
             tokens = expected_tokens(growth.pool.scores, is_running, self.sizes)
@@ -362,7 +322,7 @@ class AutoDrafter(nnx.Module):
             knowledge = saw_level(now.knowledge, now.index, now.width, offer, gain)
             spent = now.spent + prices.levels[now.width - 1]
             width = width_of(now.index + 1, growth, tokens, spent, knowledge)
-            return _Drafting(now.index + 1, width, growth, tokens, spent, knowledge)
+            return Drafting(now.index + 1, width, growth, tokens, spent, knowledge)
 
         growth = self.first(draft, foresight, judge)
         tokens = expected_tokens(growth.pool.scores, is_running, self.sizes)
@@ -371,7 +331,7 @@ class AutoDrafter(nnx.Module):
         end = jax.lax.while_loop(
             lambda now: now.width > 0,
             go_down,
-            _Drafting(index, width, growth, tokens, prices.absorb, start),
+            Drafting(index, width, growth, tokens, prices.absorb, start),
         )
         size, _ = best_size(prices, rate, end.tokens, end.spent)
         # Whether it pays is judged without hope, by what would have been verified then.

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3.decoding.accept import Limits
-from eagle3.decoding.auto import AutoDrafter, AutoState
+from eagle3.decoding.auto import AutoDrafter
+from eagle3.decoding.auto_state import AutoState
 from eagle3.decoding.costs import Costs
 from eagle3.decoding.pending import FEW, read
 from eagle3.decoding.sampling import SamplingParams, batch_sampling

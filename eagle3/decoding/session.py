@@ -32,6 +32,7 @@ from eagle3.decoding.speculate import (
 )
 from eagle3.sharding import create, place
 from gdn import Cache, HybridLM, grow_cache, init_cache
+from gdn.sharding import active_mesh
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Session:
         self._state: DecodeState | None = None
         self._held: list[list[int]] = []  # tokens in the caches and the root, row by row
         self._has_warned = False
+        self._is_left = False  # the draft, by a batch that was or became too long for it
         self.answers: list[Answer] = []
 
     def _use(self, drafter: Drafter) -> None:
@@ -133,32 +135,40 @@ class Session:
         self._read(prompts)
         return reused
 
+    def can_admit(self, request: Request) -> bool:
+        """Tell whether `admit` can take a request; if not, wait for all rows to end, and `start`.
+
+        It cannot where there is one row only, on a mesh, nor where the batch has left its draft
+        behind or would have to.
+        """
+        limit = self._drafter.max_positions
+        has_draft = limit is None or (not self._is_left and len(request.prompt) <= limit)
+        return len(self.answers) > 1 and has_draft and active_mesh() is None
+
     def admit(self, row: int, request: Request) -> None:
         """Give a row that has ended another request; the other rows stay where they are.
 
         Its prompt is read alone. What is then decoded does not depend on where the others are.
 
         Raises:
-          ValueError: the row has not ended, it is the only one (`start` again), or the request
-            cannot be served as it stands; the session is unchanged.
+          ValueError: the row has not ended, `can_admit` says no, or the request cannot be served as
+            it stands; the session is unchanged.
         """
-        if self.answers[row].finish_reason is None or len(self.answers) < 2:
+        if self.answers[row].finish_reason is None or not self.can_admit(request):
             raise ValueError(f"row {row} of {len(self.answers)} cannot be given another request")
         prompt = list(request.prompt)
         self._check([request], [prompt])
-        limit = self._active.max_positions
-        if limit is not None and len(prompt) > limit:
-            self._drop_draft()
-        self._make_room(len(prompt))
         self._ask([*self._asked[:row], request, *self._asked[row + 1 :]])
+        self._make_room(len(prompt))
         cache, draft = self._new_caches(1)
         cache, draft = self._prefill(cache, draft, [prompt])
         state = self._take_state()
-        self._state = replace_row(
+        state = replace_row(
             state._replace(counts=self._counted(state.counts)), cache, draft,
             jnp.int32(prompt[-1]), jnp.int32(row),
         )  # fmt: skip
         self._held[row], self.answers[row] = prompt, Answer()
+        self._state = state  # last: caches and tokens go together, or there are no caches
 
     def _ask(self, requests: Sequence[Request]) -> None:
         """Take in what the rows want."""
@@ -208,7 +218,8 @@ class Session:
             return sum(len(held) - 1 for held in self._held)
         capacity = self._bucket(max(map(len, prompts)))
         drafter, most = self._drafter, self._drafter.max_positions
-        if most is not None and max(map(len, prompts)) > most:
+        self._is_left = most is not None and max(map(len, prompts)) > most
+        if self._is_left:
             drafter = NoDraft()
         if isinstance(drafter, AdaptiveDrafter):
             # Also one that was cut short, and whose caches are of no use.
@@ -316,6 +327,7 @@ class Session:
 
     def _drop_draft(self) -> None:
         """Go on without the draft until caches are made anew."""
+        self._is_left = True
         state = self._take_state()
         self._use(NoDraft())
         self._state = state._replace(draft=())

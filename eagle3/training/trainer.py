@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def train(config: TrainConfig, report: Report = print) -> bool:
             metrics.text(0, "config", to_yaml(config))
         # Before this, signals end the run at once: what was prepared is in caches.
         interrupt = stack.enter_context(Interrupt(SIGNALS))
-        best = _Best(out, job, _measure(config), is_new, int(state.step))
+        best = _Best(out, job, _measures(config), is_new, int(state.step))
         run = _Run(config, job, checkpoints, metrics, best, recorded, interrupt, report)
         return run.steps(state, is_new)
 
@@ -92,11 +92,12 @@ def _held(config: TrainConfig) -> int:
     return hold_end(config.optim, config.steps) if config.optim.schedule == "wsd" else 0
 
 
-def _measure(config: TrainConfig) -> str:
-    """Return the digest of how weights are scored; how often has no part in it."""
+def _measures(config: TrainConfig) -> tuple[str, str]:
+    """Return digests of how weights are scored: without how often, and as older runs have it."""
     values = dataclasses.asdict(config.eval)
+    before = digest(values)
     del values["every"]
-    return digest(values)
+    return digest(values), before
 
 
 def _recorded(config: TrainConfig, job: Job) -> dict[str, Any]:
@@ -121,8 +122,7 @@ def _refuse_contradictions(checkpoints: Checkpoints, now: dict[str, Any]) -> Non
     """
     found, step = checkpoints.config(), checkpoints.latest()
     assert step is not None
-    free = ("config.draft.layout",)  # how weights are written, not what they are
-    free += _PLAN if _is_one_plan(found["config"], now["config"], step) else ()
+    free = _PLAN if _is_one_plan(found["config"], now["config"], step) else ()
     before, now = _flat(found), _flat(now)
     # A field that is younger than the checkpoint had its default then; a source had none.
     values = {"config": dataclasses.asdict(TrainConfig(out="any", target="another"))}
@@ -172,21 +172,22 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 class _Best:
     """The best weights so far, exported; survives a restart."""
 
-    def __init__(self, out: Path, job: Job, measure: str, is_new: bool, step: int):
+    def __init__(self, out: Path, job: Job, measures: Sequence[str], is_new: bool, step: int):
         """Go on from the files of an earlier start.
 
         Args:
           step: that the run goes on from; later ones, if there were any, will be made anew.
-          measure: digest of how scores are made; those of another one cannot be compared.
+          measures: digests of how scores are made, the first one written; those of others cannot
+            be compared.
         """
-        self._out, self._job, self._measure = out, job, measure
+        self._out, self._job, self._measure = out, job, measures[0]
         self._file = out / _BEST
         self._step = self.evaluated = -1
         self.score: float | None = None
         # A kill in the middle of an export leaves no config.json: then nothing is there.
         if not is_new and self._file.exists() and self.is_exported:
             found = json.loads(self._file.read_text(encoding="utf-8"))
-            if found.get("measure") == measure:
+            if found.get("measure") in measures:
                 self._step, self.score = found["step"], found["score"]
                 self.evaluated = found["evaluated"] if found["evaluated"] <= step else -1
 
