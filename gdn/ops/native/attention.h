@@ -30,7 +30,6 @@ struct TreeAttention {
   int64_t batch, nodes, heads, key_heads, capacity, size;
 
   int64_t group() const { return heads / key_heads; }
-  int64_t rows() const { return nodes * group(); }  // that read the same keys
   const float* query(int64_t b, int64_t head, int64_t row) const {
     const int64_t t = row / group(), n = head * group() + row % group();
     return q + ((b * nodes + t) * heads + n) * size;
@@ -65,8 +64,11 @@ void inner(const float* const* queries, const float* const* keys, int64_t size,
     }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
+    if (J == 4)
+      totals(sums[r], scores[r]);
+    else
 #pragma GCC unroll 4
-    for (int j = 0; j < J; ++j) scores[r][j] = total(sums[r][j]);
+      for (int j = 0; j < J; ++j) scores[r][j] = total(sums[r][j]);
 }
 
 // values = values * fade + weights . v, for R rows and W vectors of each.
@@ -91,8 +93,8 @@ void weigh(float* values, int64_t size, const float* fade, const float (*weights
     for (int w = 0; w < W; ++w) at(values + r * size + h + w * kLanes) = sums[r][w];
 }
 
-// Turns scores into weights and takes them into the sum of a row; returns what the values so far
-// are to be multiplied by.
+// Turns scores into weights of a row, the greatest of all so far 1, and adds them up; returns the
+// logarithm of what values and sum so far are to be multiplied by.
 inline float soften(float* scores, int count, float scale, float& top, float& sum) {
   std::fill(scores + count, scores + kBlock, kNothing);
   Floats best = spread(top);
@@ -100,15 +102,14 @@ inline float soften(float* scores, int count, float scale, float& top, float& su
     at(scores + j) = at(scores + j) * scale;
     best = at(scores + j) > best ? at(scores + j) : best;
   }
-  float next = best[0];
-  for (int lane = 1; lane < kLanes; ++lane) next = std::max(next, best[lane]);
+  const float next = greatest(best);
   Floats sums{};
   for (int j = 0; j < kBlock; j += kLanes) {
     at(scores + j) = exponential(at(scores + j) - next);
     sums += at(scores + j);
   }
-  const float fade = exponential(spread(top - next))[0];
-  sum = sum * fade + total(sums);
+  sum = total(sums);
+  const float fade = top - next;
   top = next;
   return fade;
 }
@@ -126,7 +127,7 @@ template <int R>
 void add_block(Partial& state, int64_t row, const float* const* queries, int64_t size,
                const float* const* keys, const float* const* values, int count) {
   alignas(64) float scores[R][kBlock];
-  float fade[R];
+  float fade[kLanes] = {}, added[R];
   const float scale = 1.0f / std::sqrt(float(size));
   int j = 0;
   for (; j + 4 <= count; j += 4) {
@@ -140,7 +141,9 @@ void add_block(Partial& state, int64_t row, const float* const* queries, int64_t
     inner<R, 1>(queries, keys + j, size, reinterpret_cast<float(*)[kBlock]>(&scores[0][j]));
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-    fade[r] = soften(scores[r], count, scale, state.top[row + r], state.total[row + r]);
+    fade[r] = soften(scores[r], count, scale, state.top[row + r], added[r]);
+  at(fade) = exponential(at(fade));
+  for (int r = 0; r < R; ++r) state.total[row + r] = state.total[row + r] * fade[r] + added[r];
   int64_t h = 0;
   float* sums = &state.values[row * size];
   for (; h + 4 * kLanes <= size; h += 4 * kLanes)
@@ -157,15 +160,18 @@ inline void add_keys(Partial& state, int64_t row, int64_t end, const float* cons
   if (row + 1 == end) add_block<1>(state, row, queries + row, size, keys, values, count);
 }
 
-// What positions chunk * kChunk and following bring to all rows of a key head.
-inline Partial attend(const TreeAttention& call, int64_t b, int64_t head, int64_t chunk) {
+// What positions chunk * kChunk and following bring to a key head's rows of the nodes from `from` to
+// before `to`.
+inline Partial attend(const TreeAttention& call, int64_t b, int64_t head, int64_t chunk,
+                      int64_t from, int64_t to) {
   const int64_t size = call.size, group = call.group(), start = call.start[b];
   const int64_t begin = chunk * kChunk, end = begin + kChunk, pair = b * call.key_heads + head;
   const float* k = call.k + pair * call.capacity * size;
   const float* v = call.v + pair * call.capacity * size;
-  Partial state(call.rows(), size);
-  std::vector<const float*> queries(call.rows());
-  for (int64_t r = 0; r < call.rows(); ++r) queries[r] = call.query(b, head, r);
+  const int64_t rows = (to - from) * group;
+  Partial state(rows, size);
+  std::vector<const float*> queries(rows);
+  for (int64_t r = 0; r < rows; ++r) queries[r] = call.query(b, head, from * group + r);
   const float *keys[kBlock], *values[kBlock];
 
   // Blocks that all nodes see.
@@ -175,10 +181,10 @@ inline Partial attend(const TreeAttention& call, int64_t b, int64_t head, int64_
       keys[j] = k + (first + j) * size;
       values[j] = v + (first + j) * size;
     }
-    add_keys(state, 0, call.rows(), queries.data(), size, keys, values, kBlock);
+    add_keys(state, 0, rows, queries.data(), size, keys, values, kBlock);
   }
   // Those with ancestors, which are different for each node.
-  for (int64_t t = 0; t < call.nodes; ++t) {
+  for (int64_t t = from; t < to; ++t) {
     const bool* mask = call.ancestors + (b * call.nodes + t) * call.nodes;
     int64_t node = 0, position = std::max(begin, whole);
     for (int64_t skip = position - start; skip > 0 && node < call.nodes; ++node) skip -= mask[node];
@@ -197,19 +203,20 @@ inline Partial attend(const TreeAttention& call, int64_t b, int64_t head, int64_
         ++node;
       }
       if (count > 0)
-        add_keys(state, t * group, (t + 1) * group, queries.data(), size, keys, values, count);
+        add_keys(state, (t - from) * group, (t - from + 1) * group, queries.data(), size, keys,
+                 values, count);
       if (count < kBlock) break;
     }
   }
   return state;
 }
 
-// Joins what the chunks have brought to a key head, and writes it.
+// Joins what the chunks have brought to such rows, and writes it.
 inline void join(const TreeAttention& call, int64_t b, int64_t head, const Partial* parts,
-                 int64_t chunks) {
+                 int64_t chunks, int64_t from, int64_t to) {
   const int64_t size = call.size;
-  for (int64_t row = 0; row < call.rows(); ++row) {
-    float* out = call.out + (call.query(b, head, row) - call.q);
+  for (int64_t row = 0; row < (to - from) * call.group(); ++row) {
+    float* out = call.out + (call.query(b, head, from * call.group() + row) - call.q);
     float top = kNothing, sum = 0;
     for (int64_t c = 0; c < chunks; ++c) top = std::max(top, parts[c].top[row]);
     std::fill(out, out + size, 0.0f);

@@ -252,15 +252,23 @@ ffi::Error attend_tree(ffi::ThreadPool pool, Floats q, Floats k, Floats v,
   for (int64_t b = 0; b < batch; ++b) keys += start.typed_data()[b] + nodes;
   const bool is_small = 2 * keys * nodes * qs[2] * size < kSmall;
   const int64_t threads = is_small ? 1 : std::max<int64_t>(1, pool.num_threads());
-  std::vector<gdn::Partial> parts(pairs * chunks);
-  const auto join = [&](int64_t pair) {
-    gdn::join(call, pair / key_heads, pair % key_heads, &parts[pair * chunks], chunks);
+  // Of few keys all fit into a cache, and may be read once for some nodes, once for others: three
+  // heads are no work for two threads.
+  const bool is_split = threads > 1 && pairs * chunks < 4 * threads;
+  const int64_t pieces = is_split ? std::min(nodes, 4 * threads / (pairs * chunks)) : 1;
+  std::vector<gdn::Partial> parts(pairs * pieces * chunks);
+  const auto join = [&](int64_t i) {
+    const int64_t pair = i / pieces, piece = i % pieces;
+    gdn::join(call, pair / key_heads, pair % key_heads, &parts[i * chunks], chunks,
+              piece * nodes / pieces, (piece + 1) * nodes / pieces);
   };
-  run_tasks(pool, threads, pairs * chunks, [&](int64_t i) {
-    parts[i] = gdn::attend(call, i / chunks / key_heads, i / chunks % key_heads, i % chunks);
+  run_tasks(pool, threads, pairs * pieces * chunks, [&](int64_t i) {
+    const int64_t pair = i / chunks / pieces, piece = i / chunks % pieces;
+    parts[i] = gdn::attend(call, pair / key_heads, pair % key_heads, i % chunks,
+                           piece * nodes / pieces, (piece + 1) * nodes / pieces);
     if (chunks == 1) join(i);
   });
-  if (chunks > 1) run_tasks(pool, threads, pairs, join);
+  if (chunks > 1) run_tasks(pool, threads, pairs * pieces, join);
   return ffi::Error::Success();
 }
 

@@ -81,6 +81,33 @@ inline float total(Floats x) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
+// Writes `total` of each of four vectors: the same sums, with the shuffles shared.
+inline void totals(const Floats* x, float* out) {
+#if GDN_LANES == 16
+  const auto halves = [](__m512 a, __m512 b) {  // of a, then of b: quarters 0 + 2 and 1 + 3
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  };
+  const __m512 a = halves((__m512)x[0], (__m512)x[1]), b = halves((__m512)x[2], (__m512)x[3]);
+  __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = total(x[i]);
+#endif
+}
+
+// The greatest lane, of which none is NaN.
+inline float greatest(Floats x) {
+#if GDN_LANES == 16
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float best = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) best = std::max(best, x[lane]);
+  return best;
+#endif
+}
+
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
 
 // e^x for x <= 0 to one part in 10^7, and exactly 1 at 0; 0 below -87. NaN stays NaN.
