@@ -128,6 +128,20 @@ def commit(cache: Cache, updates: Updates, path: Int[Array, "B P"]) -> Cache:
     return Cache(layers, cache.lengths + count)
 
 
+def take_nodes(updates: Updates, nodes: Int[Array, "B P"]) -> Updates:
+    """Pick nodes out of what candidates would write; P may be any number, and repeat them."""
+
+    def take(x: jax.Array, axis: int) -> jax.Array:
+        shape = [1] * x.ndim
+        shape[0], shape[axis] = nodes.shape
+        return jnp.take_along_axis(x, nodes.reshape(shape), axis=axis)
+
+    return tuple(
+        type(update)(*(take(x, 2 if isinstance(update, KVUpdate) else 1) for x in update))
+        for update in updates
+    )
+
+
 def write_rows(
     buffer: Float[Array, "B K S H"],
     rows: Float[Array, "B K T H"],

@@ -441,18 +441,10 @@ def test_a_text_that_outgrows_its_caches_does_not_wait_for_measurements(
 @pytest.mark.parametrize(
     "content",
     [
-        "",
-        "{",
-        "[]",
-        '{"fingerprint": 1}',
-        "[" * 100_000,
-        b"\xff",
-        "no seconds",
-        "negative",
-        "infinite",
-        "odd",
+        "", "{", "[]", '{"fingerprint": 1}', "[" * 100_000, b"\xff", "no seconds", "negative",
+        "infinite", "odd",
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_broken_or_foreign_is_measured_anew_with_one_line(
     hybrid, fitted_for, tmp_path, caplog, content
 ):

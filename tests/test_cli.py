@@ -317,20 +317,8 @@ def test_a_device_that_is_full_is_one_line_that_says_what_to_lower(run, monkeypa
 
 
 def test_random_targets_of_other_vocabularies_have_no_text(capsys):
-    assert (
-        decode.main(
-            [
-                "--config",
-                "configs/decode.yaml",
-                "draft=null",
-                "target=null",
-                "--prompt",
-                "hi",
-                "generated.vocab_size=512",
-            ]
-        )
-        == 2
-    )
+    settings = ["draft=null", "target=null", "generated.vocab_size=512"]
+    assert decode.main(["--config", "configs/decode.yaml", "--prompt", "hi", *settings]) == 2
     assert "leave generated.vocab_size at 256" in capsys.readouterr().err
 
 

@@ -62,7 +62,7 @@ from eagle3.decoding.tree import (
 )
 from eagle3.draft import Eagle3Draft
 from gdn import HybridLM, TargetConfig
-from gdn.cache import KVUpdate
+from gdn.cache import take_nodes
 
 
 class AutoDrafter(nnx.Module):
@@ -276,13 +276,7 @@ class AutoDrafter(nnx.Module):
         tree = Proposal(nodes.tokens[:, :size], nodes.parents[:, :size])
         scored = score(target, tree, self.depth, self.aux_layers, state, requests)
         path = scored.accepted.path
-        kept = jnp.maximum(path, 0)
-        updates = tuple(
-            type(update)(
-                *(_take(x, kept, 2 if isinstance(update, KVUpdate) else 1) for x in update)
-            )
-            for update in scored.updates
-        )
+        updates = take_nodes(scored.updates, jnp.maximum(path, 0))
         straight = jnp.where(path >= 0, jnp.arange(path.shape[1]), -1)
         accepted = scored.accepted._replace(path=straight)
         return Scored(accepted, updates, scored.aux_hidden), path
@@ -393,9 +387,3 @@ class AutoDrafter(nnx.Module):
         if self.plan.width == 1:
             return of(1)(growth)
         return jax.lax.cond(width > 1, of(self.plan.width), of(1), growth)
-
-
-def _take(x: jax.Array, nodes: Int[Array, "B P"], axis: int) -> jax.Array:
-    shape = [1] * x.ndim
-    shape[0], shape[axis] = nodes.shape
-    return jnp.take_along_axis(x, nodes.reshape(shape), axis=axis)

@@ -25,8 +25,8 @@ from eagle3.decoding.speculate import (
     DecodeState,
     Emitted,
     batch_requests,
+    read_prompts,
     replace_row,
-    run_prefill,
     run_rounds,
     split,
 )
@@ -160,8 +160,9 @@ class Session:
         self._check([request], [prompt])
         self._ask([*self._asked[:row], request, *self._asked[row + 1 :]])
         self._make_room(len(prompt))
-        cache, draft = self._new_caches(1)
-        cache, draft = self._prefill(cache, draft, [prompt])
+        cache, draft = read_prompts(
+            self._graph, self._params, *self._new_caches(1), [prompt], self._prefill_chunk
+        )
         state = self._take_state()
         state = replace_row(
             state._replace(counts=self._counted(state.counts)), cache, draft,
@@ -270,28 +271,12 @@ class Session:
             self._drop_draft()
         self._make_room(longest_prompt)
         state = self._take_state()
-        cache, draft = self._prefill(state.cache, state.draft, rest)
+        cache, draft = read_prompts(
+            self._graph, self._params, state.cache, state.draft, rest, self._prefill_chunk
+        )
         root = jnp.array([prompt[-1] for prompt in prompts], jnp.int32)
         self._state = place(state._replace(cache=cache, draft=draft, root=root))
         self._held = prompts
-
-    def _prefill(self, cache: Cache, draft: Any, rest: list[list[int]]) -> tuple[Cache, Any]:
-        """Read all tokens of each row but the last."""
-        longest = max(map(len, rest)) - 1
-        for start in range(0, longest, self._prefill_chunk):
-            size = min(longest - start, self._prefill_chunk)
-            # Few lengths to compile for: whole chunks, and powers of two for what is left.
-            padded = min(self._prefill_chunk, max(16, 1 << (size - 1).bit_length()))
-            tokens = np.zeros((len(rest), padded + 1), np.int32)
-            count = np.zeros(len(rest), np.int32)
-            for row, ids in enumerate(rest):
-                part = ids[start : start + size + 1]
-                tokens[row, : len(part)] = part
-                count[row] = max(len(part) - 1, 0)
-            cache, draft = run_prefill(
-                self._graph, self._params, cache, draft, tokens[:, :-1], tokens[:, 1:], count
-            )
-        return cache, draft
 
     def _take_state(self) -> DecodeState:
         """Hand the caches to a call that may not come back: interrupted, there are none to use."""

@@ -339,6 +339,27 @@ def run_prefill(graph: Structure, params, cache, draft, tokens, following, count
     return pin(prefill(target, drafter, cache, draft, tokens, following, count))
 
 
+def read_prompts(
+    graph: Structure, params, cache: Cache, draft: Any, rows: Sequence[Sequence[int]], chunk: int
+) -> tuple[Cache, Any]:
+    """Run `run_prefill` over all tokens of each row but the last, up to `chunk` at a time."""
+    longest = max(map(len, rows)) - 1
+    for start in range(0, longest, chunk):
+        size = min(longest - start, chunk)
+        # Few lengths to compile for: whole chunks, and powers of two for what is left.
+        padded = min(chunk, max(16, 1 << (size - 1).bit_length()))
+        tokens = np.zeros((len(rows), padded + 1), np.int32)
+        count = np.zeros(len(rows), np.int32)
+        for row, ids in enumerate(rows):
+            part = ids[start : start + size + 1]
+            tokens[row, : len(part)] = part
+            count[row] = max(len(part) - 1, 0)
+        cache, draft = run_prefill(
+            graph, params, cache, draft, tokens[:, :-1], tokens[:, 1:], count
+        )
+    return cache, draft
+
+
 @partial(jax.jit, donate_argnames=("state",))
 def replace_row(state: DecodeState, cache: Cache, draft: Any, root, row) -> DecodeState:
     """Put caches of one row in the place of a row's; its answer is to begin."""
