@@ -53,11 +53,10 @@ void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937
   std::vector<float> x(rows * in), y(rows * out, NAN), alone(out, NAN), scales(out);
   for (auto& value : x) value = std::normal_distribution<float>()(random);
   for (auto& value : scales) value = std::uniform_real_distribution<float>(0.5, 2)(random);
-  std::vector<int32_t> sums(out, 0);
   std::vector<typename M::Element> plain(out * in);
   for (auto& value : plain) value = random_weight<M>(random);
 
-  Matrix<M> w{nullptr, scales.data(), sums.data(), in, out};
+  Matrix<M> w{nullptr, scales.data(), in, out};
   std::vector<typename M::Element> packed(w.panels() * w.panel_size(), 0);
   w.data = packed.data();
   for (int64_t o = 0; o < out; ++o)
@@ -65,7 +64,6 @@ void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937
       const int64_t group = i / M::kGroup, lane = o % kPanel;
       packed[o / kPanel * w.panel_size() + (group * kPanel + lane) * M::kGroup + i % M::kGroup] =
           plain[o * in + i];
-      sums[o] += int32_t(weight_value<M>(plain[o * in + i]));
     }
 
   const Activations<M> activations(x.data(), rows, in);
@@ -76,17 +74,17 @@ void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937
   double worst = 0, top = 1e-30;
   bool is_independent = true;
   for (int64_t r = 0; r < rows; ++r) {
-    std::vector<uint8_t> bytes(in);
-    float scale = 1;
-    if (std::is_same_v<M, Int8>) scale = quantize(&x[r * in], in, 0, bytes.data(), in);
+    std::vector<double> values(&x[r * in], &x[r * in] + in);
+    for (int64_t i = 0, count; kIsScaled<M> && i < in; i += count) {
+      int8_t rounded[64];
+      count = std::min<int64_t>(64, in - i);
+      const double scale = quantize(&x[r * in + i], count, rounded);
+      for (int64_t j = 0; j < count; ++j) values[i + j] = scale * rounded[j];
+    }
     for (int64_t o = 0; o < out; ++o) {
       double sum = 0;
-      for (int64_t i = 0; i < in; ++i) {
-        double value = x[r * in + i];
-        if (std::is_same_v<M, Int8>) value = int8_t(bytes[i]);
-        sum += value * weight_value<M>(plain[o * in + i]);
-      }
-      if (std::is_same_v<M, Int8>) sum *= double(scale) * scales[o];
+      for (int64_t i = 0; i < in; ++i) sum += values[i] * weight_value<M>(plain[o * in + i]);
+      if (kIsScaled<M>) sum *= scales[o];
       worst = std::max(worst, std::fabs(sum - y[r * out + o]));
       top = std::max(top, std::fabs(sum));
     }
@@ -114,7 +112,7 @@ void check_experts(int64_t rows, int64_t width, int64_t inner, int64_t count, in
   const int64_t out = 2 * inner;
   const auto up = normal(count * out * width, random), down = normal(count * width * inner, random);
   const auto stack = [&](const std::vector<float>& plain, int64_t out, int64_t in) {
-    const Matrix<Float32> w{nullptr, nullptr, nullptr, in, out};
+    const Matrix<Float32> w{nullptr, nullptr, in, out};
     std::vector<float> packed(count * w.panels() * w.panel_size(), 0);
     for (int64_t e = 0; e < count; ++e)
       for (int64_t o = 0; o < out; ++o)
@@ -125,8 +123,8 @@ void check_experts(int64_t rows, int64_t width, int64_t inner, int64_t count, in
   };
   const auto ups = stack(up, out, width), downs = stack(down, width, inner);
   const auto run = [&](const float* x, const float* logits, int64_t rows, float* y) {
-    Experts<Float32> call(x, logits, rows, {ups.data(), nullptr, nullptr, width, out},
-                          {downs.data(), nullptr, nullptr, inner, width}, count, chosen, normalise,
+    Experts<Float32> call(x, logits, rows, {ups.data(), nullptr, width, out},
+                          {downs.data(), nullptr, inner, width}, count, chosen, normalise,
                           y);
     for (int64_t r = 0; r < rows; ++r) call.route(r);
     call.sort();

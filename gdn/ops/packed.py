@@ -22,7 +22,7 @@ GROUP = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["data", "scales", "sums"],
+    data_fields=["data", "scales"],
     meta_fields=["shape"],
 )
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class PackedWeight:
 
     data: Array  # [*stack, panels, groups, 16, K]: float32, uint16 or int8
     scales: Float[Array, "*stack O"] | None  # of each output, int8 only
-    sums: Int[Array, "*stack O"] | None  # of its int8 weights: undoes an offset of the inputs
     shape: tuple[int, int]
 
     dtype = jnp.dtype(jnp.float32)  # of the activations it works with
@@ -79,18 +78,17 @@ def pack(weight: Float[Array, "O I"], dtype: str) -> PackedWeight:
       dtype: float32, bfloat16, or int8 (as `quantize`).
     """
     out, inputs = weight.shape
-    scales = sums = None
+    scales = None
     if dtype == "int8":
         quantized = quantize(weight)
         weight, scales = quantized.values, quantized.scales
-        sums = jnp.sum(weight, axis=1, dtype=jnp.int32)
     weight = weight.astype(dtype)
     if dtype == "bfloat16":
         weight = jax.lax.bitcast_convert_type(weight, jnp.uint16)
     group = GROUP[dtype]
     weight = jnp.pad(weight, ((0, -out % PANEL), (0, -inputs % group)))
     data = weight.reshape(-1, PANEL, weight.shape[1] // group, group).swapaxes(1, 2)
-    return PackedWeight(data, scales, sums, (out, inputs))
+    return PackedWeight(data, scales, (out, inputs))
 
 
 @partial(jax.jit, static_argnames=("dtype",))

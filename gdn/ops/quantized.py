@@ -1,7 +1,9 @@
 """int8 weights with one scale an output, and their product in plain XLA.
 
-Activations are rounded to int8 as well, with one scale a row, so that sums are exact integers. The
-native kernels do the same with the same numbers (`packed.py`); this form is for where they are not.
+Weights lose next to nothing by one scale for a whole row. Activations do: real models keep some
+inputs a hundred times as large as the rest. The native kernels (`packed.py`) round them to int8
+with a scale for every 64; XLA has no fast product for that, so here few rows are two int8 rows
+each, what is rounded and the rest, and many rows stay as they are.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from gdn.ops.skinny import SKINNY_ROWS
+
 TOP = 127.0  # -128 is not used: ranges are the same on both sides
 TINY = 1e-30  # a row below is zero: its inverse scale would overflow
-LONGEST = (2**31 - 1) // (255 * 127)  # inputs; one side may be 0..255, see the native kernels
+LONGEST = (2**31 - 1) // 127**2  # inputs
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=[])
@@ -75,11 +79,15 @@ def quantize_stack(x: Float[Array, "E R I"]) -> QuantizedWeight:
 
 
 def quantized_matmul(x: Float[Array, "R I"], weight: QuantizedWeight) -> Float[Array, "R O"]:
-    """Return x W^T in float32 with exact integer sums."""
-    rows = x.shape[0]
-    # XLA's CPU backend multiplies a single int8 row in a scalar loop.
-    rounded = quantize(jnp.pad(x, ((0, max(0, 2 - rows)), (0, 0))))
-    sums = jnp.einsum(
-        "ri,oi->ro", rounded.values, weight.values, preferred_element_type=jnp.int32
-    ).astype(jnp.float32)
-    return (sums * (rounded.scales[:, None] * weight.scales))[:rows]
+    """Return x W^T in float32: of few rows with 15 bits of each x, of many with all of them."""
+    x, rows = x.astype(jnp.float32), x.shape[0]
+    if rows > SKINNY_ROWS:  # then it is arithmetic that takes the time, which floats have more of
+        values = weight.values.astype(jnp.float32)
+        return jnp.einsum("ri,oi->ro", x, values) * weight.scales
+    coarse = quantize(x)
+    fine = quantize(x - coarse.rows(jnp.arange(rows)))
+    # Side by side, which also keeps XLA's CPU backend from its scalar loop for a single row.
+    values = jnp.concatenate([coarse.values, fine.values])
+    sums = jnp.einsum("ri,oi->ro", values, weight.values, preferred_element_type=jnp.int32)
+    sums = sums.astype(jnp.float32) * jnp.concatenate([coarse.scales, fine.scales])[:, None]
+    return (sums[:rows] + sums[rows:]) * weight.scales

@@ -69,8 +69,8 @@ def matmuls(x: Float[Array, "R I"], weights: Sequence[PackedWeight]) -> list[Flo
 
     In one call: x is read and packed once, and a layer wakes the threads less often. A row of a
     result depends on its own row of x alone, bit for bit, and not on the number of threads nor on
-    the other matrices. int8 weights multiply activations that are rounded to int8 as well, with one
-    scale a row; sums are exact.
+    the other matrices. int8 weights multiply activations that are rounded to int8 as well, with a
+    scale for every 64 of a row; sums of 64 products are exact.
 
     Raises:
       ValueError: shapes do not fit, types differ, or the kernels cannot be used.
@@ -86,7 +86,7 @@ def matmuls(x: Float[Array, "R I"], weights: Sequence[PackedWeight]) -> list[Flo
             raise ValueError(f"x has {x.shape[1]} columns, the packed weight {inputs} inputs")
         operands.append(weight.data)
         if weight.scales is not None:
-            operands += [weight.scales, weight.sums]
+            operands.append(weight.scales)
         results.append(jax.ShapeDtypeStruct((x.shape[0], out), jnp.float32))
     return list(jax.ffi.ffi_call(_MATMULS[kind], results)(*operands))
 
@@ -121,7 +121,7 @@ def experts(
         raise ValueError(f"x has {x.shape[1]} columns, experts are {up.shape} and {down.shape}")
     operands = [x.astype(jnp.float32), logits.astype(jnp.float32), up.data, down.data]
     if up.scales is not None:
-        operands += [up.scales, up.sums, down.scales, down.sums]
+        operands += [up.scales, down.scales]
     call = jax.ffi.ffi_call(_EXPERTS[kind], jax.ShapeDtypeStruct(x.shape, jnp.float32))
     numbers = {"inner": inner, "chosen": chosen, "normalise": normalise}
     return call(*operands, **{name: np.int64(value) for name, value in numbers.items()})

@@ -136,7 +136,6 @@ class Experts {
     Matrix<M> w = first;
     w.data += group.expert * w.panels() * w.panel_size();
     if (w.scales) w.scales += group.expert * w.out;
-    if (w.sums) w.sums += group.expert * w.out;
     product(w, *group.activations, part.begin, part.end, out + group.first * w.out);
   }
 

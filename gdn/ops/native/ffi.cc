@@ -104,12 +104,11 @@ std::string shape_problem(ffi::Span<const int64_t> x, ffi::Span<const int64_t> d
   return "";
 }
 
-// x [rows, in]; of each matrix its data and, of int8, its scales and sums [out]; y [rows, out] of each.
+// x [rows, in]; of each matrix its data and, of int8, its scales [out]; y [rows, out] of each.
 template <class M, ffi::DataType T>
 ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs operands,
                     ffi::RemainingRets results) {
-  constexpr bool kScaled = std::is_same_v<M, gdn::Int8>;
-  constexpr size_t kEach = kScaled ? 3 : 1;
+  constexpr size_t kEach = gdn::kIsScaled<M> ? 2 : 1;
   if (operands.size() != kEach * results.size())
     return ffi::Error::InvalidArgument("native matmul: as many results as matrices are needed");
   std::vector<Product<M>> products;
@@ -120,17 +119,13 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
     if (data.has_error()) return data.error();
     const auto shape = (*y)->dimensions();
     auto problem = shape_problem<M>(x.dimensions(), data->dimensions(), shape);
-    gdn::Matrix<M> w{data->typed_data(), nullptr, nullptr, 0, 0};
-    if (problem.empty() && kScaled) {
+    gdn::Matrix<M> w{data->typed_data(), nullptr, 0, 0};
+    if (problem.empty() && gdn::kIsScaled<M>) {
       const auto scales = operands.get<ffi::Buffer<ffi::F32>>(i * kEach + 1);
-      const auto sums = operands.get<ffi::Buffer<ffi::S32>>(i * kEach + 2);
       if (scales.has_error()) return scales.error();
-      if (sums.has_error()) return sums.error();
-      if (int64_t(scales->element_count()) != shape[1] || int64_t(sums->element_count()) != shape[1])
-        problem = "scales and sums must have one entry for each of " + std::to_string(shape[1]) +
-                  " outputs";
+      if (int64_t(scales->element_count()) != shape[1])
+        problem = "scales must have one entry for each of " + std::to_string(shape[1]) + " outputs";
       w.scales = scales->typed_data();
-      w.sums = sums->typed_data();
     }
     if (!problem.empty()) return ffi::Error::InvalidArgument("native matmul: " + problem);
     w.in = x.dimensions()[1];
@@ -157,7 +152,7 @@ std::string stack_problem(ffi::Span<const int64_t> data, int64_t experts, int64_
 }
 
 // x, y [rows, D]; logits [rows, E]; packed matrices of all experts, up [2F, D] and down [D, F]; and of
-// int8 the scales and sums of each: up's [E, 2F], down's [E, D].
+// int8 the scales of each: up's [E, 2F], down's [E, D].
 template <class M, ffi::DataType T>
 ffi::Error mix_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::Buffer<T> up,
                        ffi::Buffer<T> down, ffi::RemainingArgs more,
@@ -170,21 +165,16 @@ ffi::Error mix_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::Buffe
   const int64_t rows = xs[0], width = xs[1], experts = ls[1];
   auto problem = stack_problem<M>(up.dimensions(), experts, 2 * inner, width);
   if (problem.empty()) problem = stack_problem<M>(down.dimensions(), experts, width, inner);
-  gdn::Matrix<M> ups{up.typed_data(), nullptr, nullptr, width, 2 * inner};
-  gdn::Matrix<M> downs{down.typed_data(), nullptr, nullptr, inner, width};
-  if (std::is_same_v<M, gdn::Int8> && problem.empty()) {
-    if (more.size() != 4) return ffi::Error::InvalidArgument("native experts: no scales and sums");
+  gdn::Matrix<M> ups{up.typed_data(), nullptr, width, 2 * inner};
+  gdn::Matrix<M> downs{down.typed_data(), nullptr, inner, width};
+  if (gdn::kIsScaled<M> && problem.empty()) {
+    if (more.size() != 2) return ffi::Error::InvalidArgument("native experts: no scales");
     for (gdn::Matrix<M>* w : {&ups, &downs}) {
-      const size_t first = w == &ups ? 0 : 2;
-      const auto scales = more.get<ffi::Buffer<ffi::F32>>(first);
-      const auto sums = more.get<ffi::Buffer<ffi::S32>>(first + 1);
+      const auto scales = more.get<ffi::Buffer<ffi::F32>>(w == &ups ? 0 : 1);
       if (scales.has_error()) return scales.error();
-      if (sums.has_error()) return sums.error();
-      const int64_t wanted = experts * w->out;
-      if (int64_t(scales->element_count()) != wanted || int64_t(sums->element_count()) != wanted)
-        problem = "scales and sums must have one entry for each output of each expert";
+      if (int64_t(scales->element_count()) != experts * w->out)
+        problem = "scales must have one entry for each output of each expert";
       w->scales = scales->typed_data();
-      w->sums = sums->typed_data();
     }
   }
   if (!problem.empty()) return ffi::Error::InvalidArgument("native experts: " + problem);

@@ -21,18 +21,19 @@ constexpr int kPanel = 16, kParts = kPanel / kLanes;  // outputs of a panel, vec
 
 // A matrix type says how a group of weights is read (`Weight`), what is kept of a group of
 // activations (`kWords` of `Word`), how they are spread over the lanes (`Factor`), and how both
-// join a sum.
+// join a sum. Sums are floats; those of int8 are exact integers (`Partial`) over `kSpan` groups at a
+// time, whose activations share a scale.
 
 struct Float32 {
   using Element = float;
   using Weight = Floats;
   using Word = float;
   using Factor = Floats;
-  using Sum = Floats;
+  using Partial = Floats;
   static constexpr int kGroup = 1, kWords = 1, kMaxRows = kLanes == 16 ? 8 : 6;
   static Weight load(const void* p) { return keep(*static_cast<const Floats*>(p)); }
   static Factor factor(const Word* x) { return keep(spread(x[0])); }
-  static void add(Sum& sum, Weight w, Factor x) { sum = fused(w, x, sum); }
+  static void add(Partial& sum, Weight w, Factor x) { sum = fused(w, x, sum); }
 };
 
 // Two weights share a word: the upper half of a float32 is a bfloat16. Activations stay float32:
@@ -45,51 +46,59 @@ struct BFloat16 {
   using Weight = Pair;
   using Word = float;
   using Factor = Pair;
-  using Sum = Floats;
+  using Partial = Floats;
   static constexpr int kGroup = 2, kWords = 2, kMaxRows = kLanes == 16 ? 8 : 4;
   static Weight load(const void* p) {
     const Words both = *static_cast<const Words*>(p);
     return {(Floats)(both << 16), (Floats)(both & 0xffff0000u)};
   }
   static Factor factor(const Word* x) { return {keep(spread(x[0])), keep(spread(x[1]))}; }
-  static void add(Sum& sum, Weight w, Factor x) {
+  static void add(Partial& sum, Weight w, Factor x) {
     sum = fused(w.odd, x.odd, fused(w.even, x.even, sum));
   }
 };
 
-// Weights in -127..127, activations too, four of them in a word; sums are exact. Instructions that
-// want one side without sign get activations + kOffset, and `store` takes kOffset * sum(w) off.
+// Weights in -127..127, activations too, four of them in a word. Instructions that want one side
+// without sign get weights + kOffset, and sums start from what that is too much.
 struct Int8 {
   using Element = int8_t;
   using Weight = Ints;
   using Word = uint32_t;
-  using Sum = Ints;
+  using Partial = Ints;
   static constexpr int kGroup = 4, kWords = 1, kMaxRows = kLanes == 16 ? 8 : 4;
-  static Weight load(const void* p) { return keep(*static_cast<const Ints*>(p)); }
+  static constexpr int kSpan = 16;
+#if GDN_LANES == 16 || GDN_LANES == 8 && defined(__AVXVNNI__)
+  static constexpr int kOffset = 128;
+#elif defined(GDN_OFFSET)  // by tests, to run the correction on any processor
+  static constexpr int kOffset = GDN_OFFSET;
+#else
+  static constexpr int kOffset = 0;
+#endif
+  static Weight load(const void* p) {
+    const Words weights = *static_cast<const Words*>(p);
+    return keep((Ints)(kOffset ? weights ^ 0x80808080u : weights));  // each byte + 128
+  }
 #if GDN_LANES == 16
   using Factor = Ints;
-  static constexpr int kOffset = 128;
   static Factor factor(const Word* x) { return (Ints)(x[0] - Words{}); }
-  static void add(Sum& sum, Weight w, Factor x) {
-    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+  static void add(Partial& sum, Weight w, Factor x) {
+    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
   }
 #elif GDN_LANES == 8 && defined(__AVXVNNI__)
   using Factor = Ints;
-  static constexpr int kOffset = 128;
   static Factor factor(const Word* x) { return (Ints)(x[0] - Words{}); }
-  static void add(Sum& sum, Weight w, Factor x) {
-    sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
+  static void add(Partial& sum, Weight w, Factor x) {
+    sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
   }
 #elif GDN_LANES == 8
   struct Factor {
     __m256i value, size;
   };
-  static constexpr int kOffset = 0;
   static Factor factor(const Word* x) {
     const __m256i value = _mm256_set1_epi32(int(x[0]));
     return {keep(value), keep(_mm256_abs_epi8(value))};
   }
-  static void add(Sum& sum, Weight w, Factor x) {
+  static void add(Partial& sum, Weight w, Factor x) {
     // |x| * (w with the sign of x): two products of at most 127 * 127 fit into 16 bits.
     const __m256i pairs = _mm256_maddubs_epi16(x.size, _mm256_sign_epi8((__m256i)w, x.value));
     sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -98,24 +107,22 @@ struct Int8 {
   struct Factor {
     int32_t values[4];
   };
-#ifdef GDN_OFFSET  // defined by tests, to run the correction on any processor
-  static constexpr int kOffset = GDN_OFFSET;
-#else
-  static constexpr int kOffset = 0;
-#endif
   static Factor factor(const Word* x) {
     Factor result;
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t byte = x[0] >> 8 * j & 0xff;
-      result.values[j] = kOffset ? int32_t(byte) : int32_t(int8_t(byte));
-    }
+    for (int j = 0; j < 4; ++j) result.values[j] = int8_t(x[0] >> 8 * j);
     return result;
   }
-  static void add(Sum& sum, Weight w, Factor x) {
-    for (int j = 0; j < 4; ++j) sum += ((Ints)((Words)w << (24 - 8 * j)) >> 24) * x.values[j];
+  static void add(Partial& sum, Weight w, Factor x) {
+    for (int j = 0; j < 4; ++j) {
+      const Words top = (Words)w << (24 - 8 * j);
+      sum += (kOffset ? (Ints)(top >> 24) : (Ints)top >> 24) * x.values[j];
+    }
   }
 #endif
 };
+
+template <class M>
+constexpr bool kIsScaled = std::is_same_v<M, Int8>;
 
 // Rows are cut into tiles of at most M::kMaxRows and about equal height.
 template <class M>
@@ -127,9 +134,9 @@ int64_t tile_start(int64_t rows, int64_t t) {
   return t * rows / tiles_of<M>(rows);
 }
 
-// One row of activations in -127..127 with a common scale; returns the scale. A row with an
-// infinity or a NaN has a NaN for its scale, and so for all its products.
-inline float quantize(const float* x, int64_t size, int offset, uint8_t* out, int64_t padded) {
+// Some activations in -127..127 with a common scale; returns the scale. Beside an infinity or a NaN it
+// is NaN, and so are all their products.
+inline float quantize(const float* x, int64_t size, int8_t* out) {
   const int64_t whole = size / kLanes * kLanes;
   Floats tops{}, breaks{};
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -144,16 +151,12 @@ inline float quantize(const float* x, int64_t size, int offset, uint8_t* out, in
     broken += x[i] * 0.0f;
   }
   const float inverse = top > 1e-30f && broken == 0 ? 127.0f / top : 0.0f;
-  if (broken == 0) {
-    for (int64_t i = 0; i < size; ++i) {
-      const float shifted = x[i] * inverse + kMagic;
-      uint32_t bits;
-      std::memcpy(&bits, &shifted, sizeof(bits));
-      out[i] = uint8_t(bits + uint32_t(offset));  // the integer stands in the lowest bits
-    }
+  for (int64_t i = 0; i < size && broken == 0; ++i) {
+    const float shifted = x[i] * inverse + kMagic;
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    out[i] = int8_t(bits);  // the integer stands in the lowest bits
   }
-  const int64_t used = broken == 0 ? size : 0;
-  std::fill(out + used, out + padded, uint8_t(offset));
   return broken == 0 ? top / 127.0f : broken;
 }
 
@@ -184,30 +187,44 @@ class Activations {
     }
   }
   const Word* tile(int64_t first_row) const { return data_ + first_row * stride_; }
-  float scale(int64_t row) const { return scales_[row]; }
   int64_t rows() const { return rows_; }
+
+  // Of int8, by row and span: what its integers are to be multiplied with, and start from.
+  struct Span {
+    float scale;
+    int32_t start;
+  };
+  const Span& span(int64_t row, int64_t index) const { return spans_[row * spans_of_row_ + index]; }
 
  private:
   void convert(const float* x, int64_t in, int64_t groups, Word* out) {
-    if constexpr (std::is_same_v<M, Int8>) {
-      auto* bytes = reinterpret_cast<uint8_t*>(out);
-      scales_.push_back(quantize(x, in, Int8::kOffset, bytes, groups * M::kGroup));
+    if constexpr (kIsScaled<M>) {
+      constexpr int64_t kInputs = M::kSpan * M::kGroup;
+      std::fill(out, out + groups, 0);
+      auto* values = reinterpret_cast<int8_t*>(out);
+      for (int64_t i = 0; i < in; i += kInputs) {
+        const int64_t count = std::min(kInputs, in - i);
+        const float scale = quantize(x + i, count, values + i);
+        int32_t sum = 0;
+        for (int64_t j = i; j < i + count; ++j) sum += values[j];
+        spans_.push_back({scale, -M::kOffset * sum});
+      }
+      spans_of_row_ = (in + kInputs - 1) / kInputs;
     } else {
       std::fill(std::copy(x, x + in, out), out + stride_, 0.0f);
     }
   }
-  int64_t rows_, stride_;
+  int64_t rows_, stride_, spans_of_row_ = 0;
   const Word* data_;
   std::vector<Word> copy_;
-  std::vector<float> scales_;  // of each row, int8 only
+  std::vector<Span> spans_;
 };
 
 // What a product needs: the matrix, where the result goes.
 template <class M>
 struct Matrix {
   const typename M::Element* data;
-  const float* scales;   // of each output, int8 only
-  const int32_t* sums;   // of each output's weights, int8 only
+  const float* scales;  // of each output, int8 only
   int64_t in, out;
   int64_t groups() const { return (in + M::kGroup - 1) / M::kGroup; }
   int64_t panels() const { return (out + kPanel - 1) / kPanel; }
@@ -215,40 +232,37 @@ struct Matrix {
 };
 
 template <class M>
-void store(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel,
-           const typename M::Sum (&sums)[kParts], float* y) {
+void store(const Matrix<M>& w, int64_t row, int64_t panel, const Floats (&sums)[kParts], float* y) {
   alignas(64) float values[kPanel];
   const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, w.out - first);
-  if constexpr (std::is_same_v<M, Int8>) {
-    int32_t whole[kPanel];
-    std::memcpy(whole, sums, sizeof(whole));
-    for (int64_t i = 0; i < count; ++i) {
-      const int32_t total = whole[i] - Int8::kOffset * w.sums[first + i];
-      values[i] = float(total) * (x.scale(row) * w.scales[first + i]);
-    }
-  } else {
-    std::memcpy(values, sums, sizeof(values));
-  }
+  std::memcpy(values, sums, sizeof(values));
+  if constexpr (kIsScaled<M>)
+    for (int64_t i = 0; i < count; ++i) values[i] *= w.scales[first + i];
   std::memcpy(y + row * w.out + first, values, count * sizeof(float));
 }
 
 // Sums of a tile of rows and some panels, while they are not in registers.
-template <class M, int R, int P>
-using Sums = typename M::Sum[R][P][kParts];
+template <int R, int P>
+using Sums = Floats[R][P][kParts];
 
-// R rows times P panels, over groups `begin` to `end`; sums go on from `sums` unless begin is 0.
+// R rows times P panels, over groups `begin` to `end`, of int8 of one span; adds to `sums` unless
+// begin is 0.
 template <class M, int R, int P>
-void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel, int64_t begin,
-          int64_t end, Sums<M, R, P>& sums) {
+void tile_of_span(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel,
+                  int64_t begin, int64_t end, Sums<R, P>& sums) {
   // A copy whose places are all known when it is compiled, or GCC keeps it in memory.
-  Sums<M, R, P> own;
+  typename M::Partial own[R][P][kParts];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 4
-      for (int part = 0; part < kParts; ++part)
-        own[r][p][part] = begin == 0 ? typename M::Sum{} : sums[r][p][part];
+      for (int part = 0; part < kParts; ++part) {
+        if constexpr (kIsScaled<M>)
+          own[r][p][part] = x.span(row + r, begin / M::kSpan).start - Ints{};
+        else
+          own[r][p][part] = begin == 0 ? Floats{} : sums[r][p][part];
+      }
   constexpr int kAhead = 24;  // groups
   const int64_t step = kPanel * M::kGroup, size = w.panel_size();
   const auto* weights = w.data + panel * size;
@@ -277,14 +291,31 @@ void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t pane
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p)
 #pragma GCC unroll 4
-      for (int part = 0; part < kParts; ++part) sums[r][p][part] = own[r][p][part];
+      for (int part = 0; part < kParts; ++part) {
+        if constexpr (kIsScaled<M>)
+          sums[r][p][part] = fused(__builtin_convertvector(own[r][p][part], Floats),
+                                   spread(x.span(row + r, begin / M::kSpan).scale),
+                                   begin == 0 ? Floats{} : sums[r][p][part]);
+        else
+          sums[r][p][part] = own[r][p][part];
+      }
 }
 
 template <class M, int R, int P>
-void store_tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel,
-                const Sums<M, R, P>& sums, float* y) {
+void tile(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel, int64_t begin,
+          int64_t end, Sums<R, P>& sums) {
+  if constexpr (kIsScaled<M>) {
+    for (; begin < end; begin += M::kSpan)
+      tile_of_span<M, R, P>(w, x, row, panel, begin, std::min(begin + M::kSpan, end), sums);
+  } else {
+    tile_of_span<M, R, P>(w, x, row, panel, begin, end, sums);
+  }
+}
+
+template <class M, int R, int P>
+void store_tile(const Matrix<M>& w, int64_t row, int64_t panel, const Sums<R, P>& sums, float* y) {
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) store(w, x, row + r, panel + p, sums[r][p], y);
+    for (int p = 0; p < P; ++p) store(w, row + r, panel + p, sums[r][p], y);
 }
 
 // Panels that are multiplied together with R rows: as many as the registers hold, of each vector R
@@ -299,9 +330,9 @@ constexpr int panels_at_once() {
 // A single tile reads its panels once, front to back.
 template <class M, int R, int P>
 void few_rows(const Matrix<M>& w, const Activations<M>& x, int64_t panel, float* y) {
-  alignas(64) Sums<M, R, P> sums;
+  alignas(64) Sums<R, P> sums;
   tile<M, R, P>(w, x, 0, panel, 0, w.groups(), sums);
-  store_tile<M, R, P>(w, x, 0, panel, sums, y);
+  store_tile<M, R, P>(w, 0, panel, sums, y);
 }
 
 template <class M, int R = M::kMaxRows>
@@ -322,9 +353,9 @@ void one_of_many(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64
   if constexpr (R > M::kMaxRows / 2) {
     if (count < R) return one_of_many<M, P, R - 1>(w, x, row, count, panel, begin, end, kept, y);
   }
-  auto& sums = *reinterpret_cast<Sums<M, R, P>*>(kept);
+  auto& sums = *reinterpret_cast<Sums<R, P>*>(kept);
   tile<M, R, P>(w, x, row, panel, begin, end, sums);
-  if (end == w.groups()) store_tile<M, R, P>(w, x, row, panel, sums, y);
+  if (end == w.groups()) store_tile<M, R, P>(w, row, panel, sums, y);
 }
 
 // Parts of the groups of P panels, so small that one stays in the nearest cache while tile after tile
@@ -333,6 +364,14 @@ template <class M, int P>
 int64_t parts_of(const Matrix<M>& w) {
   constexpr int64_t kGroupBytes = P * kPanel * M::kGroup * sizeof(typename M::Element);
   return std::max<int64_t>(1, (w.groups() * kGroupBytes + (12 << 10)) / (24 << 10));
+}
+
+// Where a part begins: of int8 at the first group of a span.
+template <class M>
+int64_t part_start(int64_t groups, int64_t part, int64_t parts) {
+  const int64_t start = part * groups / parts;
+  if constexpr (kIsScaled<M>) return part == parts ? groups : start / M::kSpan * M::kSpan;
+  return start;
 }
 
 // Many rows, some tiles at a time. Every sum is taken over the groups in order, in parts or not.
@@ -346,7 +385,8 @@ void many_rows(const Matrix<M>& w, const Activations<M>& x, int64_t first, int64
     for (int64_t t = first; t < last; ++t) {
       const int64_t row = tile_start<M>(x.rows(), t);
       one_of_many<M, P>(w, x, row, tile_start<M>(x.rows(), t + 1) - row, panel,
-                        part * groups / parts, (part + 1) * groups / parts,
+                        part_start<M>(groups, part, parts),
+                        part_start<M>(groups, part + 1, parts),
                         kept + (t - first) * M::kMaxRows * P * kPanel * 4, y);
     }
 }
