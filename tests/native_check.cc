@@ -392,7 +392,7 @@ int main() {
   for (int64_t size : {16, 80})
     for (int64_t start : {0, 31, 33, 1021, 2050})
       for (int64_t nodes : {1, 8}) check_attention(size, 1 + start % 4, start, nodes, random);
-  for (int64_t group : {1, 2, 3, 4}) check_attention(48, group, 61, 8, random);
+  for (int64_t group : {1, 2, 3, 4, 6, 7}) check_attention(48, group, 61, 8, random);
   for (int64_t nodes : {1, 2, 9}) {
     check_delta_net(16, 16, nodes, random);
     check_delta_net(48, 144, nodes, random);

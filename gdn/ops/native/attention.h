@@ -4,20 +4,26 @@
 // at S, S + 1, ...: keys are taken by position, wherever they lie, in blocks of 32 that begin at
 // multiples of 32, with a running softmax from block to block (arXiv 2205.14135). So the bits of a
 // node depend on its own keys alone: not on the nodes beside it, and not on which of the keys have
-// been committed. One thread takes up to 1,024 positions of a key head; what several chunks bring
-// is joined in their order.
+// been committed. One thread takes a chunk of positions of a key head; what several chunks bring is
+// joined in their order.
 #pragma once
 
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
 
 namespace gdn {
 
-constexpr int kBlock = 32;      // keys
-constexpr int64_t kChunk = 1024;  // keys
+constexpr int kBlock = 32;       // keys
+constexpr int64_t kTurned = 64;  // channels of a block that stay in the nearest cache
+constexpr int kMostRows = 6;     // that are taken through a block together
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Where a chunk begins. The first are short, as a few heads are no work for several threads, and the
+// others long, as each brings values of its own for every row.
+inline int64_t chunk_start(int64_t chunk) { return chunk < 4 ? chunk * 256 : (chunk - 3) * 1024; }
 
 // A call; H is a multiple of kLanes, N one of K.
 struct TreeAttention {
@@ -37,7 +43,9 @@ struct TreeAttention {
   int64_t chunks() const {  // that the longest row may need
     int64_t longest = 0;
     for (int64_t b = 0; b < batch; ++b) longest = std::max<int64_t>(longest, start[b]);
-    return (longest + nodes + kChunk - 1) / kChunk;
+    int64_t count = 1;
+    while (chunk_start(count) < longest + nodes) ++count;
+    return count;
   }
 };
 
@@ -46,37 +54,81 @@ struct TreeAttention {
 struct Partial {
   Partial() = default;
   Partial(int64_t rows, int64_t size)
-      : values(rows * size), total(rows), top(rows, kNothing) {}
-  std::vector<float> values, total, top;
+      : size(size), values((rows * size + 15) / 16), scores(rows), total(rows),
+        top(rows, kNothing) {}
+  float* row(int64_t r) { return reinterpret_cast<float*>(values.data()) + r * size; }
+  const float* row(int64_t r) const {
+    return reinterpret_cast<const float*>(values.data()) + r * size;
+  }
+
+  struct alignas(64) Line {  // of the cache: vectors that cross its borders take twice as long
+    float x[16];
+  };
+  struct alignas(64) Scores {
+    float x[kBlock];
+  };
+  int64_t size = 0;
+  std::vector<Line> values;    // [rows, H]
+  std::vector<Scores> scores;  // of a block, while it is taken in
+  std::vector<float> total, top;
 };
 
-// Inner products of R queries with J keys.
-template <int R, int J>
-void inner(const float* const* queries, const float* const* keys, int64_t size,
-           float (*scores)[kBlock]) {
-  Floats sums[R][J] = {};
-  for (int64_t h = 0; h < size; h += kLanes)
-#pragma GCC unroll 4
-    for (int j = 0; j < J; ++j) {
-      const Floats key = keep(at(keys[j] + h));
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r][j] = fused(at(queries[r] + h), key, sums[r][j]);
+// Lays keys side by side, so that a vector holds one channel of each: inner products with many
+// queries then add up without sums over lanes. Of keys beyond `count` any number may come. Asks for
+// what lies as far behind as the next block: streams are too short for the processor to see them.
+inline void turn(const float* const* keys, int count, int64_t size, int64_t begin, int64_t end,
+                 float* turned) {
+  for (int j = 0; j < count; j += kLanes) {
+    const float* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) rows[i] = keys[std::min(j + i, count - 1)];
+    for (int64_t h = begin; h < end; h += kLanes) {
+      Floats square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        square[i] = at(rows[i] + h);
+        if (h % 16 == 0) __builtin_prefetch(rows[i] + kBlock * size + h);
+      }
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) at(turned + (h - begin + i) * kBlock + j) = square[i];
     }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
-    if (J == 4)
-      totals(sums[r], scores[r]);
-    else
-#pragma GCC unroll 4
-      for (int j = 0; j < J; ++j) scores[r][j] = total(sums[r][j]);
+  }
+}
+
+// Inner products of channels `begin` to `end` of R queries with `count` keys, added to `scores`.
+template <int R>
+void inner(const float* const* queries, const float* turned, int64_t begin, int64_t end, int count,
+           float* scores) {
+  for (int j = 0; j < count; j += 2 * kLanes) {
+    Floats sums[R][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int w = 0; w < 2; ++w)
+        sums[r][w] = begin == 0 ? Floats{} : at(scores + r * kBlock + j + w * kLanes);
+    for (int64_t h = begin; h < end; ++h) {
+      const float* key = turned + (h - begin) * kBlock + j;
+      const Floats first = keep(at(key)), second = keep(at(key + kLanes));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Floats query = keep(spread(queries[r][h]));
+        sums[r][0] = fused(query, first, sums[r][0]);
+        sums[r][1] = fused(query, second, sums[r][1]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int w = 0; w < 2; ++w) at(scores + r * kBlock + j + w * kLanes) = sums[r][w];
+  }
 }
 
 // values = values * fade + weights . v, for R rows and W vectors of each.
 template <int R, int W>
-void weigh(float* values, int64_t size, const float* fade, const float (*weights)[kBlock],
+void weigh(float* values, int64_t size, const float* fade, const float* weights,
            const float* const* v, int count, int64_t h) {
   Floats sums[R][W];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < W; ++w) sums[r][w] = at(values + r * size + h + w * kLanes) * fade[r];
@@ -84,10 +136,11 @@ void weigh(float* values, int64_t size, const float* fade, const float (*weights
 #pragma GCC unroll 4
     for (int w = 0; w < W; ++w) {
       const Floats value = keep(at(v[j] + h + w * kLanes));
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sums[r][w] = fused(value, spread(weights[r][j]), sums[r][w]);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+        sums[r][w] = fused(value, spread(weights[r * kBlock + j]), sums[r][w]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int w = 0; w < W; ++w) at(values + r * size + h + w * kLanes) = sums[r][w];
@@ -114,58 +167,67 @@ inline float soften(float* scores, int count, float scale, float& top, float& su
   return fade;
 }
 
-// Asks for what lies as far behind some keys as the next block: their streams are too short for
-// the processor to see them coming.
-inline void fetch_ahead(const float* const* rows, int count, int64_t size) {
-  for (int j = 0; j < count; ++j)
-    for (int64_t h = 0; h < size; h += 16)
-      __builtin_prefetch(rows[j] + kBlock * size + h);
-}
-
-// Takes a block of keys into R rows from `row` on.
+// Takes a block of values into R rows from `row` on, whose scores are known.
 template <int R>
-void add_block(Partial& state, int64_t row, const float* const* queries, int64_t size,
-               const float* const* keys, const float* const* values, int count) {
-  alignas(64) float scores[R][kBlock];
-  float fade[kLanes] = {}, added[R];
+void add_block(Partial& state, int64_t row, int64_t size, const float* const* values, int count) {
+  constexpr int kWide = R * 4 + 5 <= kRegisters ? 4 : 2;  // vectors, whose sums fit into registers
+  float fade[std::max(kLanes, 8)] = {}, added[R];
   const float scale = 1.0f / std::sqrt(float(size));
-  int j = 0;
-  for (; j + 4 <= count; j += 4) {
-    if (row == 0) {
-      fetch_ahead(keys + j, 4, size);
-      fetch_ahead(values + j, 4, size);
-    }
-    inner<R, 4>(queries, keys + j, size, reinterpret_cast<float(*)[kBlock]>(&scores[0][j]));
-  }
-  for (; j < count; ++j)
-    inner<R, 1>(queries, keys + j, size, reinterpret_cast<float(*)[kBlock]>(&scores[0][j]));
-#pragma GCC unroll 4
+  float* scores = state.scores[row].x;
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    fade[r] = soften(scores[r], count, scale, state.top[row + r], added[r]);
-  at(fade) = exponential(at(fade));
+    fade[r] = soften(scores + r * kBlock, count, scale, state.top[row + r], added[r]);
+  for (int r = 0; r < R; r += kLanes) at(fade + r) = exponential(at(fade + r));
   for (int r = 0; r < R; ++r) state.total[row + r] = state.total[row + r] * fade[r] + added[r];
   int64_t h = 0;
-  float* sums = &state.values[row * size];
-  for (; h + 4 * kLanes <= size; h += 4 * kLanes)
-    weigh<R, 4>(sums, size, fade, scores, values, count, h);
+  float* sums = state.row(row);
+  for (; h + kWide * kLanes <= size; h += kWide * kLanes)
+    weigh<R, kWide>(sums, size, fade, scores, values, count, h);
   for (; h < size; h += kLanes) weigh<R, 1>(sums, size, fade, scores, values, count, h);
 }
 
+// Calls action(row, number of rows), which is known when it is compiled.
+template <int R = kMostRows, class Action>
+void with_rows(int64_t row, int64_t count, const Action& action) {
+  if constexpr (R > 1)
+    if (count < R) return with_rows<R - 1>(row, count, action);
+  action(row, std::integral_constant<int, R>());
+}
+
+// The same for all of some rows, in tiles of about equal height.
+template <class Action>
+void by_rows(int64_t row, int64_t end, const Action& action) {
+  const int64_t rows = end - row, tiles = (rows + kMostRows - 1) / kMostRows;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t first = t * rows / tiles, last = (t + 1) * rows / tiles;
+    with_rows(row + first, last - first, action);
+  }
+}
+
+// Takes a block of keys and values into rows `row` to `end`.
 inline void add_keys(Partial& state, int64_t row, int64_t end, const float* const* queries,
                      int64_t size, const float* const* keys, const float* const* values,
                      int count) {
-  for (; row + 3 <= end; row += 3)
-    add_block<3>(state, row, queries + row, size, keys, values, count);
-  if (row + 2 == end) add_block<2>(state, row, queries + row, size, keys, values, count);
-  if (row + 1 == end) add_block<1>(state, row, queries + row, size, keys, values, count);
+  alignas(64) float turned[kTurned * kBlock];
+  for (int64_t first = 0; first < size; first += kTurned) {
+    const int64_t last = std::min(first + kTurned, size);
+    turn(keys, count, size, first, last, turned);
+    by_rows(row, end, [&](int64_t r, auto rows) {
+      inner<rows>(queries + r, turned, first, last, count, state.scores[r].x);
+    });
+  }
+  for (int j = 0; j < count; ++j)  // those of the next block, as `turn` does with keys
+    for (int64_t h = 0; h < size; h += 16) __builtin_prefetch(values[j] + kBlock * size + h);
+  by_rows(row, end,
+          [&](int64_t r, auto rows) { add_block<rows>(state, r, size, values, count); });
 }
 
-// What positions chunk * kChunk and following bring to a key head's rows of the nodes from `from` to
-// before `to`.
+// What the positions of a chunk bring to a key head's rows of the nodes from `from` to before `to`.
 inline Partial attend(const TreeAttention& call, int64_t b, int64_t head, int64_t chunk,
                       int64_t from, int64_t to) {
   const int64_t size = call.size, group = call.group(), start = call.start[b];
-  const int64_t begin = chunk * kChunk, end = begin + kChunk, pair = b * call.key_heads + head;
+  const int64_t begin = chunk_start(chunk), end = chunk_start(chunk + 1);
+  const int64_t pair = b * call.key_heads + head;
   const float* k = call.k + pair * call.capacity * size;
   const float* v = call.v + pair * call.capacity * size;
   const int64_t rows = (to - from) * group;
@@ -224,7 +286,7 @@ inline void join(const TreeAttention& call, int64_t b, int64_t head, const Parti
       const float weight = exponential(spread(parts[c].top[row] - top))[0];
       sum += weight * parts[c].total[row];
       for (int64_t h = 0; h < size; h += kLanes)
-        at(out + h) += at(&parts[c].values[row * size + h]) * weight;
+        at(out + h) += at(parts[c].row(row) + h) * weight;
     }
     for (int64_t h = 0; h < size; h += kLanes) at(out + h) = at(out + h) / sum;
   }

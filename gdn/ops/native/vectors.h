@@ -81,19 +81,53 @@ inline float total(Floats x) {
   return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
-// Writes `total` of each of four vectors: the same sums, with the shuffles shared.
-inline void totals(const Floats* x, float* out) {
+// Turns a square of numbers, row i of which becomes column i.
+inline void transpose(Floats (&x)[kLanes]) {
 #if GDN_LANES == 16
-  const auto halves = [](__m512 a, __m512 b) {  // of a, then of b: quarters 0 + 2 and 1 + 3
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-  };
-  const __m512 a = halves((__m512)x[0], (__m512)x[1]), b = halves((__m512)x[2], (__m512)x[3]);
-  __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
-  sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
-  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
+  __m512 y[16];
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // squares of 4 within the quarters of four vectors
+    const __m512 a = _mm512_unpacklo_ps((__m512)x[i], (__m512)x[i + 1]);
+    const __m512 b = _mm512_unpackhi_ps((__m512)x[i], (__m512)x[i + 1]);
+    const __m512 c = _mm512_unpacklo_ps((__m512)x[i + 2], (__m512)x[i + 3]);
+    const __m512 d = _mm512_unpackhi_ps((__m512)x[i + 2], (__m512)x[i + 3]);
+    y[i] = _mm512_shuffle_ps(a, c, 0x44), y[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+    y[i + 2] = _mm512_shuffle_ps(b, d, 0x44), y[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // and the squares of quarters
+    const __m512 a = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x44);
+    const __m512 b = _mm512_shuffle_f32x4(y[i], y[i + 4], 0xee);
+    const __m512 c = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0x44);
+    const __m512 d = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0xee);
+    x[i] = (Floats)_mm512_shuffle_f32x4(a, c, 0x88);
+    x[i + 4] = (Floats)_mm512_shuffle_f32x4(a, c, 0xdd);
+    x[i + 8] = (Floats)_mm512_shuffle_f32x4(b, d, 0x88);
+    x[i + 12] = (Floats)_mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+#elif GDN_LANES == 8
+  __m256 y[8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const __m256 a = _mm256_unpacklo_ps((__m256)x[i], (__m256)x[i + 1]);
+    const __m256 b = _mm256_unpackhi_ps((__m256)x[i], (__m256)x[i + 1]);
+    const __m256 c = _mm256_unpacklo_ps((__m256)x[i + 2], (__m256)x[i + 3]);
+    const __m256 d = _mm256_unpackhi_ps((__m256)x[i + 2], (__m256)x[i + 3]);
+    y[i] = _mm256_shuffle_ps(a, c, 0x44), y[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+    y[i + 2] = _mm256_shuffle_ps(b, d, 0x44), y[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    x[i] = (Floats)_mm256_permute2f128_ps(y[i], y[i + 4], 0x20);
+    x[i + 4] = (Floats)_mm256_permute2f128_ps(y[i], y[i + 4], 0x31);
+  }
 #else
-  for (int i = 0; i < 4; ++i) out[i] = total(x[i]);
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = i + 1; j < kLanes; ++j) {
+      const float kept = x[i][j];
+      x[i][j] = x[j][i];
+      x[j][i] = kept;
+    }
 #endif
 }
 
