@@ -78,7 +78,8 @@ void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937
     for (int64_t i = 0, count; kIsScaled<M> && i < in; i += count) {
       int8_t rounded[64];
       count = std::min<int64_t>(64, in - i);
-      const double scale = quantize(&x[r * in + i], count, rounded);
+      int32_t sum = 0;
+      const double scale = quantize(&x[r * in + i], count, rounded, sum);
       for (int64_t j = 0; j < count; ++j) values[i + j] = scale * rounded[j];
     }
     for (int64_t o = 0; o < out; ++o) {

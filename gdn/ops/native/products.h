@@ -135,8 +135,8 @@ int64_t tile_start(int64_t rows, int64_t t) {
 }
 
 // Some activations in -127..127 with a common scale; returns the scale. Beside an infinity or a NaN it
-// is NaN, and so are all their products.
-inline float quantize(const float* x, int64_t size, int8_t* out) {
+// is NaN, and so are all their products. Adds the integers to `sum`.
+inline float quantize(const float* x, int64_t size, int8_t* out, int32_t& sum) {
   const int64_t whole = size / kLanes * kLanes;
   Floats tops{}, breaks{};
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -144,20 +144,24 @@ inline float quantize(const float* x, int64_t size, int8_t* out) {
     tops = sized > tops ? sized : tops;
     breaks += value * 0.0f;
   }
-  float top = 0, broken = total(breaks);
-  for (int lane = 0; lane < kLanes; ++lane) top = std::max(top, tops[lane]);
+  float top = greatest(tops), broken = total(breaks);
   for (int64_t i = whole; i < size; ++i) {
     top = std::max(top, std::fabs(x[i]));
     broken += x[i] * 0.0f;
   }
   const float inverse = top > 1e-30f && broken == 0 ? 127.0f / top : 0.0f;
-  for (int64_t i = 0; i < size && broken == 0; ++i) {
-    const float shifted = x[i] * inverse + kMagic;
-    uint32_t bits;
-    std::memcpy(&bits, &shifted, sizeof(bits));
-    out[i] = int8_t(bits);  // the integer stands in the lowest bits
+  if (broken != 0) return broken;
+  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  Floats sums{};  // exact: integers
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Floats value = at(x + i) * inverse + kMagic - kMagic;
+    *reinterpret_cast<Bytes*>(out + i) =
+        __builtin_convertvector(__builtin_convertvector(value, Ints), Bytes);
+    sums += value;
   }
-  return broken == 0 ? top / 127.0f : broken;
+  sum += int32_t(total(sums));
+  for (int64_t i = whole; i < size; ++i) sum += out[i] = int8_t(x[i] * inverse + kMagic - kMagic);
+  return top / 127.0f;
 }
 
 // Activations as the kernels read them: tile by tile, [groups][rows of the tile][kWords], so that
@@ -175,6 +179,10 @@ class Activations {
     if (std::is_same_v<Word, float> && rows == 1 && groups * M::kGroup == in) return;
     copy_.resize(rows * stride_);
     data_ = copy_.data();
+    if constexpr (kIsScaled<M>) {
+      spans_of_row_ = (groups + M::kSpan - 1) / M::kSpan;
+      spans_.reserve(rows * spans_of_row_);
+    }
     std::vector<Word> row(stride_);
     for (int64_t t = 0; t < tiles_of<M>(rows); ++t) {
       const int64_t first = tile_start<M>(rows, t), height = tile_start<M>(rows, t + 1) - first;
@@ -204,12 +212,10 @@ class Activations {
       auto* values = reinterpret_cast<int8_t*>(out);
       for (int64_t i = 0; i < in; i += kInputs) {
         const int64_t count = std::min(kInputs, in - i);
-        const float scale = quantize(x + i, count, values + i);
         int32_t sum = 0;
-        for (int64_t j = i; j < i + count; ++j) sum += values[j];
+        const float scale = quantize(x + i, count, values + i, sum);
         spans_.push_back({scale, -M::kOffset * sum});
       }
-      spans_of_row_ = (in + kInputs - 1) / kInputs;
     } else {
       std::fill(std::copy(x, x + in, out), out + stride_, 0.0f);
     }
