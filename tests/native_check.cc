@@ -75,6 +75,8 @@ void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937
   bool is_independent = true;
   for (int64_t r = 0; r < rows; ++r) {
     std::vector<double> values(&x[r * in], &x[r * in] + in);
+    for (auto& value : values)
+      if (std::is_same_v<M, BFloat16>) value = weight_value<BFloat16>(to_bfloat16(float(value)));
     for (int64_t i = 0, count; kIsScaled<M> && i < in; i += count) {
       int8_t rounded[64];
       count = std::min<int64_t>(64, in - i);

@@ -36,18 +36,31 @@ struct Float32 {
   static void add(Partial& sum, Weight w, Factor x) { sum = fused(w, x, sum); }
 };
 
-// Two weights share a word: the upper half of a float32 is a bfloat16. Activations stay float32:
-// rounded to bfloat16, as AVX-512's own product of pairs wants them, they would widen ties.
+// Activations are rounded to bfloat16 as well. Two weights share a word, and so do two activations
+// where the processor multiplies such pairs; elsewhere both are widened: the upper half of a float32
+// is a bfloat16.
 struct BFloat16 {
+  using Element = uint16_t;
+  using Partial = Floats;
+  static constexpr int kGroup = 2, kMaxRows = kLanes == 16 ? 8 : 4;
+#if GDN_LANES == 16 && defined(__AVX512BF16__)
+  using Weight = Words;
+  using Word = uint32_t;
+  using Factor = Words;
+  static constexpr int kWords = 1;
+  static Weight load(const void* p) { return keep(*static_cast<const Words*>(p)); }
+  static Factor factor(const Word* x) { return x[0] - Words{}; }
+  static void add(Partial& sum, Weight w, Factor x) {
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
+  }
+#else
   struct Pair {
     Floats even, odd;
   };
-  using Element = uint16_t;
   using Weight = Pair;
   using Word = float;
   using Factor = Pair;
-  using Partial = Floats;
-  static constexpr int kGroup = 2, kWords = 2, kMaxRows = kLanes == 16 ? 8 : 4;
+  static constexpr int kWords = 2;
   static Weight load(const void* p) {
     const Words both = *static_cast<const Words*>(p);
     return {(Floats)(both << 16), (Floats)(both & 0xffff0000u)};
@@ -56,6 +69,7 @@ struct BFloat16 {
   static void add(Partial& sum, Weight w, Factor x) {
     sum = fused(w.odd, x.odd, fused(w.even, x.even, sum));
   }
+#endif
 };
 
 // Weights in -127..127, activations too, four of them in a word. Instructions that want one side
@@ -176,7 +190,7 @@ class Activations {
     const int64_t groups = (in + M::kGroup - 1) / M::kGroup;
     stride_ = groups * M::kWords;
     data_ = reinterpret_cast<const Word*>(x);
-    if (std::is_same_v<Word, float> && rows == 1 && groups * M::kGroup == in) return;
+    if (std::is_same_v<M, Float32> && rows == 1) return;
     copy_.resize(rows * stride_);
     data_ = copy_.data();
     if constexpr (kIsScaled<M>) {
@@ -216,8 +230,28 @@ class Activations {
         const float scale = quantize(x + i, count, values + i, sum);
         spans_.push_back({scale, -M::kOffset * sum});
       }
+    } else if constexpr (std::is_same_v<M, BFloat16>) {
+      std::fill(out, out + stride_, Word{});
+      int64_t i = 0;
+      for (; i + kLanes <= in; i += kLanes) put(rounded_to_bfloat16(at(x + i)), out, i);
+      for (; i < in; ++i) {
+        const uint32_t bits = rounded_to_bfloat16(spread(x[i]))[0];
+        if constexpr (M::kWords == 1)
+          out[i / 2] |= bits >> 16 << 16 * (i % 2);
+        else
+          std::memcpy(out + i, &bits, sizeof(bits));
+      }
     } else {
-      std::fill(std::copy(x, x + in, out), out + stride_, 0.0f);
+      std::copy(x, x + in, out);
+    }
+  }
+  // Puts numbers with 16 bits each where those from `i` on belong.
+  static void put(Words bits, Word* out, int64_t i) {
+    if constexpr (M::kWords == 1) {
+      typedef uint16_t Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+      *reinterpret_cast<Halves*>(out + i / 2) = __builtin_convertvector(bits >> 16, Halves);
+    } else {
+      at(out + i) = (Floats)bits;
     }
   }
   int64_t rows_, stride_, spans_of_row_ = 0;

@@ -142,6 +142,12 @@ inline float greatest(Floats x) {
 #endif
 }
 
+// x with its lower 16 bits rounded away, ties to even; NaN stays NaN.
+inline Words rounded_to_bfloat16(Floats x) {
+  const Words bits = (Words)x, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
+  return x == x ? rounded : bits | 0x400000u;
+}
+
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
 
 // e^x for x <= 0 to one part in 10^7, and exactly 1 at 0; 0 below -87. NaN stays NaN.
