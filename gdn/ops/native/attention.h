@@ -61,9 +61,6 @@ struct Partial {
     return reinterpret_cast<const float*>(values.data()) + r * size;
   }
 
-  struct alignas(64) Line {  // of the cache: vectors that cross its borders take twice as long
-    float x[16];
-  };
   struct alignas(64) Scores {
     float x[kBlock];
   };

@@ -80,17 +80,35 @@ inline void normalize(float* x, int64_t rows, int64_t size, float factor) {
   }
 }
 
+// Some columns of a state, `stride` numbers from row to row.
+struct Columns {
+  const float* data;
+  int64_t stride;
+};
+
 // r += x . state for some rows of a state, W vectors of each.
 template <int W>
-void read_columns(const float* x, const float* state, int64_t rows, int64_t size, float* r) {
+void read_columns(const float* x, Columns state, int64_t rows, float* r) {
   Floats sums[W];
 #pragma GCC unroll 8
   for (int w = 0; w < W; ++w) sums[w] = at(r + w * kLanes);
   for (int64_t d = 0; d < rows; ++d)
 #pragma GCC unroll 8
-    for (int w = 0; w < W; ++w) sums[w] = fused(at(state + d * size + w * kLanes), spread(x[d]), sums[w]);
+    for (int w = 0; w < W; ++w)
+      sums[w] = fused(at(state.data + d * state.stride + w * kLanes), spread(x[d]), sums[w]);
 #pragma GCC unroll 8
   for (int w = 0; w < W; ++w) at(r + w * kLanes) = sums[w];
+}
+
+// The same for `width` columns.
+inline void read_rows(const float* x, Columns state, int64_t rows, int64_t width, float* r) {
+  int64_t c = 0;
+  for (; c + 8 * kLanes <= width; c += 8 * kLanes)
+    read_columns<8>(x, {state.data + c, state.stride}, rows, r + c);
+  for (; c + 4 * kLanes <= width; c += 4 * kLanes)
+    read_columns<4>(x, {state.data + c, state.stride}, rows, r + c);
+  for (; c < width; c += kLanes)
+    read_columns<1>(x, {state.data + c, state.stride}, rows, r + c);
 }
 
 // state * decay + k u^T, rounded alike wherever it is computed.
@@ -98,56 +116,35 @@ inline Floats advance(Floats state, float decay, float k, Floats u) {
   return fused(u, spread(k), state * decay);
 }
 
-// o += q . after for some rows of the state after a token; `after` may be `before`, or null.
+// o += q . after for some rows of the state after a token; `after` has rows of `width`, and may be
+// where `before` is, or null.
 template <int W>
-void write_columns(const float* before, float* after, float decay, const float* k, const float* q,
-                   const float* u, int64_t rows, int64_t size, float* o) {
+void write_columns(Columns before, float* after, float decay, const float* k, const float* q,
+                   const float* u, int64_t rows, int64_t width, float* o) {
   Floats sums[W];
 #pragma GCC unroll 4
   for (int w = 0; w < W; ++w) sums[w] = at(o + w * kLanes);
   for (int64_t d = 0; d < rows; ++d)
 #pragma GCC unroll 4
     for (int w = 0; w < W; ++w) {
-      const int64_t place = d * size + w * kLanes;
-      const Floats value = advance(at(before + place), decay, k[d], at(u + w * kLanes));
-      if (after != nullptr) at(after + place) = value;
+      const Floats old = at(before.data + d * before.stride + w * kLanes);
+      const Floats value = advance(old, decay, k[d], at(u + w * kLanes));
+      if (after != nullptr) at(after + d * width + w * kLanes) = value;
       sums[w] = fused(value, spread(q[d]), sums[w]);
     }
 #pragma GCC unroll 4
   for (int w = 0; w < W; ++w) at(o + w * kLanes) = sums[w];
 }
 
-// A few rows of a state at a time, so that it is one stream.
-constexpr int64_t kStateRows = 8;
-
-// r = x . state, for a state [key_size, size].
-inline void read_state(const float* x, const float* state, int64_t key_size, int64_t size,
-                       float* r) {
-  std::fill(r, r + size, 0.0f);
-  for (int64_t d = 0; d < key_size; d += kStateRows) {
-    const int64_t rows = std::min(kStateRows, key_size - d);
-    const float* part = state + d * size;
-    for (int64_t i = 0; i < rows * size; i += 16) __builtin_prefetch(part + kStateRows * size + i);
-    int64_t c = 0;
-    for (; c + 8 * kLanes <= size; c += 8 * kLanes)
-      read_columns<8>(x + d, part + c, rows, size, r + c);
-    for (; c < size; c += kLanes) read_columns<1>(x + d, part + c, rows, size, r + c);
-  }
-}
-
-// Takes a token into a state, and o = q . after.
-inline void write_state(const float* before, float* after, float decay, const float* k,
-                        const float* q, const float* u, int64_t key_size, int64_t size, float* o) {
-  std::fill(o, o + size, 0.0f);
-  for (int64_t d = 0; d < key_size; d += kStateRows) {
-    const int64_t rows = std::min(kStateRows, key_size - d);
-    const auto to = [&](int64_t c) { return after ? after + d * size + c : nullptr; };
-    int64_t c = 0;
-    for (; c + 4 * kLanes <= size; c += 4 * kLanes)
-      write_columns<4>(before + d * size + c, to(c), decay, k + d, q + d, u + c, rows, size, o + c);
-    for (; c < size; c += kLanes)
-      write_columns<1>(before + d * size + c, to(c), decay, k + d, q + d, u + c, rows, size, o + c);
-  }
+// The same for `width` columns, no more than kTogether.
+constexpr int64_t kTogether = 4 * kLanes;
+inline void write_rows(Columns before, float* after, float decay, const float* k, const float* q,
+                       const float* u, int64_t rows, int64_t width, float* o) {
+  if (width == kTogether)
+    return write_columns<4>(before, after, decay, k, q, u, rows, width, o);
+  for (int64_t c = 0; c < width; c += kLanes)
+    write_columns<1>({before.data + c, before.stride}, after ? after + c : nullptr, decay, k, q,
+                     u + c, rows, width, o + c);
 }
 
 // What a key head gives its value heads.
@@ -169,51 +166,111 @@ inline Keys keys_of(const TreeDeltaNet& call, int64_t b, int64_t head, const Pat
 }
 
 // A value head: reads, writes and outputs of all nodes.
+//
+// A node without a parent reads the cached state as one stream, and leaves its own in pieces of
+// kTogether columns, [piece][DK][columns]. Nodes below take piece by piece, which stay in the nearest
+// cache meanwhile.
 class ValueHead {
  public:
   ValueHead(const TreeDeltaNet& call, int64_t b, int64_t head, const Paths& paths, const Keys& keys)
-      : call_(call), keys_(keys), b_(b), head_(head), children_(call.nodes),
-        v_(call.nodes * call.size), read_(call.size), out_(call.size) {
+      : call_(call), keys_(keys), b_(b), head_(head), children_(call.nodes), gates_(call.nodes),
+        v_(call.nodes * call.size), read_(call.size), out_(call.nodes * call.size) {
     const int64_t first = 2 * call.key_heads * call.key_size + head * call.size;
     convolve(call, b, paths, first, call.size, v_.data());
-    const float* state = call.state + (b * call.heads + head) * call.key_size * call.size;
-    for (int64_t i = 0; i < call.nodes; ++i)
+    for (int64_t i = 0; i < call.nodes; ++i) {
+      gates_[i] = gates_of(i);
       if (paths[i].size() > 1) children_[paths[i][paths[i].size() - 2]].push_back(i);
+    }
     for (int64_t i = 0; i < call.nodes; ++i)
-      if (paths[i].size() == 1) visit(i, state, 0);
+      if (paths[i].size() == 1) start(i);
+    for (int64_t i = 0; i < call.nodes; ++i) write_out(i);
   }
 
  private:
-  // A node and all below it; its state may go to scratch `level`, which may hold `before`.
-  void visit(int64_t i, const float* before, size_t level) {
-    const auto& below = children_[i];
-    if (states_.size() <= level) states_.emplace_back();
-    if (!below.empty()) states_[level].resize(call_.key_size * call_.size);
-    float* after = below.empty() ? nullptr : states_[level].data();
-    step(i, before, after);
-    for (const int64_t child : below) visit(child, after, child == below.back() ? level : level + 1);
+  struct Gates {
+    float decay, beta;
+  };
+  typedef std::vector<Line> Scratch;
+
+  static float* grow(Scratch& scratch, int64_t size) {
+    scratch.resize(std::max<size_t>(scratch.size(), (size + 15) / 16));
+    return reinterpret_cast<float*>(scratch.data());
   }
 
-  void step(int64_t i, const float* before, float* after) {
-    const int64_t size = call_.size, place = (b_ * call_.nodes + i) * call_.heads + head_;
-    const float *k = &keys_.k[i * call_.key_size], *q = &keys_.q[i * call_.key_size];
-    const float gap = call_.a[place] + call_.dt_bias[head_];
+  int64_t place(int64_t i) const { return (b_ * call_.nodes + i) * call_.heads + head_; }
+
+  Gates gates_of(int64_t i) {
+    const float gap = call_.a[place(i)] + call_.dt_bias[head_];
     const float softplus = std::max(gap, 0.0f) + std::log1p(std::exp(-std::fabs(gap)));
     const float g = -std::exp(call_.a_log[head_]) * softplus;
-    const float decay = exponential(spread(g))[0], beta = sigmoid(spread(call_.b[place]))[0];
-    float* u = call_.u + place * size;
-    call_.g[place] = g;
+    call_.g[place(i)] = g;
+    return {exponential(spread(g))[0], sigmoid(spread(call_.b[place(i)]))[0]};
+  }
 
-    read_state(k, before, call_.key_size, size, read_.data());
-    for (int64_t c = 0; c < size; c += kLanes)
-      at(u + c) = (at(&v_[i * size + c]) - at(&read_[c]) * decay) * beta;
-    write_state(before, after, decay, k, q, u, call_.key_size, size, out_.data());
+  // u of some columns, once they are read.
+  void set_writes(int64_t i, int64_t first, int64_t width) {
+    const auto [decay, beta] = gates_[i];
+    float* u = call_.u + place(i) * call_.size + first;
+    const float* v = &v_[i * call_.size + first];
+    for (int64_t c = 0; c < width; c += kLanes)
+      at(u + c) = (at(v + c) - at(&read_[c]) * decay) * beta;
+  }
 
-    const float mean = dot(out_.data(), out_.data(), size) / float(size);
-    const float scale = 1.0f / std::sqrt(mean + call_.eps), *z = call_.z + place * size;
+  // A node without a parent, and all below it.
+  void start(int64_t i) {
+    constexpr int64_t kRows = 8;  // of the state at a time, so that it is one stream
+    const int64_t size = call_.size, key_size = call_.key_size;
+    const float *k = &keys_.k[i * key_size], *q = &keys_.q[i * key_size];
+    const float* state = call_.state + (b_ * call_.heads + head_) * key_size * size;
+    const float* u = call_.u + place(i) * size;
+    float* own = children_[i].empty() ? nullptr : grow(root_, key_size * size);
+
+    std::fill(read_.begin(), read_.end(), 0.0f);
+    for (int64_t d = 0; d < key_size; d += kRows) {
+      const int64_t rows = std::min(kRows, key_size - d);
+      for (int64_t c = 0; c < rows * size; c += 16)
+        __builtin_prefetch(state + (d + kRows) * size + c);
+      read_rows(k + d, {state + d * size, size}, rows, size, read_.data());
+    }
+    set_writes(i, 0, size);
+    for (int64_t d = 0; d < key_size; d += kRows)
+      for (int64_t c = 0; c < size; c += kTogether) {
+        const int64_t rows = std::min(kRows, key_size - d), width = std::min(kTogether, size - c);
+        write_rows({state + d * size + c, size}, own ? own + c * key_size + d * width : nullptr,
+                   gates_[i].decay, k + d, q + d, u + c, rows, width, &out_[i * size + c]);
+      }
+    for (int64_t c = 0; c < size; c += kTogether) {
+      const int64_t width = std::min(kTogether, size - c);
+      for (const int64_t child : children_[i]) visit(child, own + c * key_size, c, width, 0);
+    }
+  }
+
+  // Some columns of a node and all below it; its state may go to scratch `level`, which may hold
+  // `before`.
+  void visit(int64_t i, const float* before, int64_t first, int64_t width, size_t level) {
+    const auto& below = children_[i];
+    const int64_t key_size = call_.key_size;
+    const float *k = &keys_.k[i * key_size], *q = &keys_.q[i * key_size];
+    if (scratch_.size() <= level) scratch_.emplace_back();
+    float* after = below.empty() ? nullptr : grow(scratch_[level], key_size * width);
+    std::fill_n(read_.begin(), width, 0.0f);
+    read_rows(k, {before, width}, key_size, width, read_.data());
+    set_writes(i, first, width);
+    const float* u = call_.u + place(i) * call_.size + first;
+    write_rows({before, width}, after, gates_[i].decay, k, q, u, key_size, width,
+               &out_[i * call_.size + first]);
+    for (const int64_t child : below)
+      visit(child, after, first, width, child == below.back() ? level : level + 1);
+  }
+
+  void write_out(int64_t i) {
+    const int64_t size = call_.size;
+    const float *out = &out_[i * size], *z = call_.z + place(i) * size;
+    const float mean = dot(out, out, size) / float(size);
+    const float scale = 1.0f / std::sqrt(mean + call_.eps);
     for (int64_t c = 0; c < size; c += kLanes) {
       const Floats gate = at(z + c) * sigmoid(at(z + c));
-      at(call_.out + place * size + c) = at(&out_[c]) * scale * at(call_.norm + c) * gate;
+      at(call_.out + place(i) * size + c) = at(out + c) * scale * at(call_.norm + c) * gate;
     }
   }
 
@@ -221,8 +278,10 @@ class ValueHead {
   const Keys& keys_;
   int64_t b_, head_;
   std::vector<std::vector<int64_t>> children_;
+  std::vector<Gates> gates_;
   std::vector<float> v_, read_, out_;
-  std::deque<std::vector<float>> states_;  // scratch, by level
+  Scratch root_;
+  std::deque<Scratch> scratch_;  // by level
 };
 
 // All that hangs on one key head.

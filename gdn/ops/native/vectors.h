@@ -52,6 +52,11 @@ inline V keep(V value) {
   return value;
 }
 
+// A line of the cache; vectors that cross its borders take twice as long.
+struct alignas(64) Line {
+  float x[16];
+};
+
 inline const Floats& at(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 inline Floats& at(float* p) { return *reinterpret_cast<Floats*>(p); }
 
