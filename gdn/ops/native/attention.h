@@ -71,20 +71,15 @@ struct Partial {
 };
 
 // Lays keys side by side, so that a vector holds one channel of each: inner products with many
-// queries then add up without sums over lanes. Of keys beyond `count` any number may come. Asks for
-// what lies as far behind as the next block: streams are too short for the processor to see them.
-inline void turn(const float* const* keys, int count, int64_t size, int64_t begin, int64_t end,
-                 float* turned) {
+// queries then add up without sums over lanes. Of keys beyond `count` any number may come.
+inline void turn(const float* const* keys, int count, int64_t begin, int64_t end, float* turned) {
   for (int j = 0; j < count; j += kLanes) {
     const float* rows[kLanes];
     for (int i = 0; i < kLanes; ++i) rows[i] = keys[std::min(j + i, count - 1)];
     for (int64_t h = begin; h < end; h += kLanes) {
       Floats square[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        square[i] = at(rows[i] + h);
-        if (h % 16 == 0) __builtin_prefetch(rows[i] + kBlock * size + h);
-      }
+      for (int i = 0; i < kLanes; ++i) square[i] = at(rows[i] + h);
       transpose(square);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) at(turned + (h - begin + i) * kBlock + j) = square[i];
@@ -201,20 +196,22 @@ void by_rows(int64_t row, int64_t end, const Action& action) {
   }
 }
 
-// Takes a block of keys and values into rows `row` to `end`.
+// Takes a block of keys and values into rows `row` to `end`; the next one lies `ahead`, or 0.
 inline void add_keys(Partial& state, int64_t row, int64_t end, const float* const* queries,
-                     int64_t size, const float* const* keys, const float* const* values,
-                     int count) {
+                     int64_t size, const float* const* keys, const float* const* values, int count,
+                     int64_t ahead) {
   alignas(64) float turned[kTurned * kBlock];
   for (int64_t first = 0; first < size; first += kTurned) {
     const int64_t last = std::min(first + kTurned, size);
-    turn(keys, count, size, first, last, turned);
+    turn(keys, count, first, last, turned);
     by_rows(row, end, [&](int64_t r, auto rows) {
       inner<rows>(queries + r, turned, first, last, count, state.scores[r].x);
     });
   }
-  for (int j = 0; j < count; ++j)  // those of the next block, as `turn` does with keys
-    for (int64_t h = 0; h < size; h += 16) __builtin_prefetch(values[j] + kBlock * size + h);
+  // Streams are too short for the processor to see what comes next.
+  for (const float* const* next : {keys, values})
+    for (int j = 0; j < count && ahead; ++j)
+      for (int64_t h = 0; h < size; h += 16) __builtin_prefetch(next[j] + ahead + h);
   by_rows(row, end,
           [&](int64_t r, auto rows) { add_block<rows>(state, r, size, values, count); });
 }
@@ -240,7 +237,9 @@ inline Partial attend(const TreeAttention& call, int64_t b, int64_t head, int64_
       keys[j] = k + (first + j) * size;
       values[j] = v + (first + j) * size;
     }
-    add_keys(state, 0, rows, queries.data(), size, keys, values, kBlock);
+    // Not what another thread is going to read.
+    const int64_t ahead = first + kBlock < whole ? kBlock * size : 0;
+    add_keys(state, 0, rows, queries.data(), size, keys, values, kBlock, ahead);
   }
   // Those with ancestors, which are different for each node.
   for (int64_t t = from; t < to; ++t) {
@@ -263,7 +262,7 @@ inline Partial attend(const TreeAttention& call, int64_t b, int64_t head, int64_
       }
       if (count > 0)
         add_keys(state, (t - from) * group, (t - from + 1) * group, queries.data(), size, keys,
-                 values, count);
+                 values, count, 0);
       if (count < kBlock) break;
     }
   }
