@@ -2,7 +2,8 @@
 
 Training and files know plain arrays only. For decoding a `Packer` replaces matrices, one at a time,
 by packed ones for the native kernels or by int8 ones for XLA; `gdn.layers.linear` and `embed` take
-any of them. Activations are float32 beside either.
+any of them. Activations are float32 beside either; a
+product may round them as it does its weights.
 """
 
 import re
@@ -22,7 +23,8 @@ Parameter = jax.Array | PackedWeight | NativeNorm | QuantizedWeight
 DTYPES = ("float32", "bfloat16", "int8")
 _MATRIX = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|shared_expert_gate)$")
 # Small, and what gates decide (how much is forgotten) multiplies up over the whole text; `fc` of a
-# draft reads residual streams of very different sizes side by side, to which int8 gives one scale.
+# draft reads residual streams of very different sizes side by side, which had one scale when int8
+# was tried there.
 _FINE = re.compile(r"(.*\b(in_proj_b|in_proj_a|shared_expert_gate)|fc)$")
 _FC = "fc"
 _ROUTER = re.compile(r"(.*\.)?mlp\.gate$")  # small, and what it decides is all or nothing

@@ -47,11 +47,12 @@ typename M::Element random_weight(std::mt19937& random) {
   return typename M::Element(value);
 }
 
-// The products, row by row in float64; int8 activations as `quantize` makes them.
+// The products, row by row in float64, of activations rounded as the kernels do.
 template <class M>
 void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937& random) {
   std::vector<float> x(rows * in), y(rows * out, NAN), alone(out, NAN), scales(out);
   for (auto& value : x) value = std::normal_distribution<float>()(random);
+  std::fill(x.begin(), x.begin() + in / 2, 0.0f);  // nothing has no scale
   for (auto& value : scales) value = std::uniform_real_distribution<float>(0.5, 2)(random);
   std::vector<typename M::Element> plain(out * in);
   for (auto& value : plain) value = random_weight<M>(random);
@@ -78,8 +79,9 @@ void check(const char* name, int64_t rows, int64_t out, int64_t in, std::mt19937
     for (auto& value : values)
       if (std::is_same_v<M, BFloat16>) value = weight_value<BFloat16>(to_bfloat16(float(value)));
     for (int64_t i = 0, count; kIsScaled<M> && i < in; i += count) {
-      int8_t rounded[64];
-      count = std::min<int64_t>(64, in - i);
+      constexpr int64_t kInputs = Int8::kSpan * Int8::kGroup;
+      int8_t rounded[kInputs];
+      count = std::min(kInputs, in - i);
       int32_t sum = 0;
       const double scale = quantize(&x[r * in + i], count, rounded, sum);
       for (int64_t j = 0; j < count; ++j) values[i + j] = scale * rounded[j];
@@ -179,7 +181,7 @@ void check_experts(int64_t rows, int64_t width, int64_t inner, int64_t count, in
 std::unique_ptr<bool[]> random_tree(int64_t nodes, std::mt19937& random) {
   std::unique_ptr<bool[]> ancestors(new bool[nodes * nodes]());
   for (int64_t t = 0; t < nodes; ++t) {
-    const int64_t parent = t > 0 ? int64_t(random() % t) : -1;
+    const int64_t parent = int64_t(random() % (t + 1)) - 1;  // there may be several roots
     for (int64_t j = 0; j < t; ++j)
       ancestors[t * nodes + j] = parent >= 0 && ancestors[parent * nodes + j];
     ancestors[t * nodes + t] = true;
@@ -399,6 +401,7 @@ int main() {
   for (int64_t nodes : {1, 2, 9}) {
     check_delta_net(16, 16, nodes, random);
     check_delta_net(48, 144, nodes, random);
+    check_delta_net(16, 256, nodes, random);
   }
   for (int64_t rows : {1, 2, 9, 40}) {
     check_experts(rows, 1, 1, 1, 1, false, random);

@@ -42,9 +42,16 @@ def test_the_demos_path_leaves_a_target_a_draft_and_prompts_to_compare_them_on(d
 
 
 def test_a_trained_draft_accepts_far_more_than_an_untrained_one_on_held_out_text(demo):
-    tau = {step: float(value) for step, value in told(demo / "draft", "eval/tau_real").items()}
-    assert set(tau) == {0, 80, 160}
-    assert tau[160] > 1.5 and tau[160] - 1 > 3 * (tau[0] - 1)
+    def tau(kind):
+        values = told(demo / "draft", f"eval/tau_{kind}")
+        return {step: float(value) for step, value in values.items()}
+
+    simulated, real = tau("simulated"), tau("real")
+    assert set(simulated) == set(real) == {0, 80, 160}
+    assert simulated[160] > 1.5 and simulated[160] - 1 > 3 * (simulated[0] - 1)
+    # What a target this small writes soon goes in circles; whether the draft follows it there
+    # depends on the last bits of both, which are not those of another processor.
+    assert real[160] - 1 > 3 * (real[0] - 1)
 
 
 def test_a_run_tells_tensorboard_what_one_needs_to_judge_it(demo):

@@ -69,8 +69,8 @@ def matmuls(x: Float[Array, "R I"], weights: Sequence[PackedWeight]) -> list[Flo
 
     In one call: x is read and packed once, and a layer wakes the threads less often. A row of a
     result depends on its own row of x alone, bit for bit, and not on the number of threads nor on
-    the other matrices. int8 weights multiply activations that are rounded to int8 as well, with a
-    scale for every 64 of a row; sums of 64 products are exact.
+    the other matrices. bfloat16 weights multiply activations that are rounded to bfloat16, int8
+    weights such that are rounded to int8, with a scale for every 64 of a row, whose sums are exact.
 
     Raises:
       ValueError: shapes do not fit, types differ, or the kernels cannot be used.

@@ -6,8 +6,8 @@
 // summed by one thread over the groups in order, so a row's bits depend neither on the other rows
 // nor on the number of threads.
 //
-// Only the dot products of int8 are intrinsics, with a portable form beside them that sums the same
-// numbers. This file knows nothing of XLA.
+// Only dot products of small types are intrinsics, with a portable form beside them: of int8 for the
+// same sums, of bfloat16 for the same up to rounding. This file knows nothing of XLA.
 #pragma once
 
 #include <type_traits>
@@ -73,21 +73,22 @@ struct BFloat16 {
 };
 
 // Weights in -127..127, activations too, four of them in a word. Instructions that want one side
-// without sign get weights + kOffset, and sums start from what that is too much.
+// without sign get weights + kOffset, and sums start from -kOffset * sum(x), which that is too much.
 struct Int8 {
   using Element = int8_t;
   using Weight = Ints;
   using Word = uint32_t;
   using Partial = Ints;
   static constexpr int kGroup = 4, kWords = 1, kMaxRows = kLanes == 16 ? 8 : 4;
-  static constexpr int kSpan = 16;
+  static constexpr int kSpan = 16;  // groups, 64 inputs
 #if GDN_LANES == 16 || GDN_LANES == 8 && defined(__AVXVNNI__)
   static constexpr int kOffset = 128;
-#elif defined(GDN_OFFSET)  // by tests, to run the correction on any processor
+#elif GDN_LANES == 4 && defined(GDN_OFFSET)  // by tests, to run the correction on any processor
   static constexpr int kOffset = GDN_OFFSET;
 #else
   static constexpr int kOffset = 0;
 #endif
+  static_assert(kOffset == 0 || kOffset == 128, "load() flips the highest bit of each weight");
   static Weight load(const void* p) {
     const Words weights = *static_cast<const Words*>(p);
     return keep((Ints)(kOffset ? weights ^ 0x80808080u : weights));  // each byte + 128
@@ -163,8 +164,8 @@ inline float quantize(const float* x, int64_t size, int8_t* out, int32_t& sum) {
     top = std::max(top, std::fabs(x[i]));
     broken += x[i] * 0.0f;
   }
-  const float inverse = top > 1e-30f && broken == 0 ? 127.0f / top : 0.0f;
   if (broken != 0) return broken;
+  const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
   typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
   Floats sums{};  // exact: integers
   for (int64_t i = 0; i < whole; i += kLanes) {
@@ -211,7 +212,7 @@ class Activations {
   const Word* tile(int64_t first_row) const { return data_ + first_row * stride_; }
   int64_t rows() const { return rows_; }
 
-  // Of int8, by row and span: what its integers are to be multiplied with, and start from.
+  // Of int8, by row and span: what its sums start from, and are to be multiplied with.
   struct Span {
     float scale;
     int32_t start;
@@ -285,8 +286,8 @@ void store(const Matrix<M>& w, int64_t row, int64_t panel, const Floats (&sums)[
 template <int R, int P>
 using Sums = Floats[R][P][kParts];
 
-// R rows times P panels, over groups `begin` to `end`, of int8 of one span; adds to `sums` unless
-// begin is 0.
+// R rows times P panels, over groups `begin` to `end`, which in int8 lie within a span; adds to `sums`
+// unless begin is 0.
 template <class M, int R, int P>
 void tile_of_span(const Matrix<M>& w, const Activations<M>& x, int64_t row, int64_t panel,
                   int64_t begin, int64_t end, Sums<R, P>& sums) {
