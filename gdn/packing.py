@@ -2,8 +2,7 @@
 
 Training and files know plain arrays only. For decoding a `Packer` replaces matrices, one at a time,
 by packed ones for the native kernels or by int8 ones for XLA; `gdn.layers.linear` and `embed` take
-any of them. Activations are float32 beside either; a
-product may round them as it does its weights.
+any of them. Activations are float32 beside either; a product may round them as it does its weights.
 """
 
 import re
