@@ -55,6 +55,15 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed")
 
 
+def macros() -> str:
+    """Return what the compiler defines for this processor: its version, instruction sets.
+
+    Raises:
+      BuildError: there is no compiler, or it fails.
+    """
+    return _run([find_compiler(), *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+
+
 def build(folder: Path | None = None, anew: bool = False) -> Path:
     """Return the compiled library, made now if it is not there.
 
@@ -66,8 +75,7 @@ def build(folder: Path | None = None, anew: bool = False) -> Path:
       BuildError: there is no compiler, it fails, or the folder cannot be written.
     """
     compiler, folder = find_compiler(), folder or cache_folder() / "native"
-    macros = _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
-    parts = [metadata.version("jaxlib"), *FLAGS, macros]
+    parts = [metadata.version("jaxlib"), *FLAGS, macros()]
     parts += [path.read_text() for path in sorted(SOURCES.glob("*.[ch]*"))]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     library = folder / f"kernels-{key}.so"
